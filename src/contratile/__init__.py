@@ -1,0 +1,15 @@
+"""Contratile: exact contrastive losses at near-infinite batch size, in memory linear in the batch.
+
+    import contratile as ct
+    loss = ct.clip_loss(image_features, text_features, logit_scale)
+"""
+
+from contratile import reference as reference
+from contratile.functional import clip_loss as clip_loss
+from contratile.functional import info_nce as info_nce
+from contratile.functional import pair_lse as pair_lse
+from contratile.modules import ClipLoss as ClipLoss
+from contratile.modules import InfoNCE as InfoNCE
+from contratile.tiles import plan_tiles as plan_tiles
+
+__version__ = "0.1.0"

@@ -1,0 +1,51 @@
+"""Running log-sum-exp statistics in base 2, and the one merge that combines them.
+
+    stats = Stats.empty(n, dtype=torch.float32, device=device)
+    stats.at(rows).merge_(level, total)      # once per tile; `total` is sum(exp2(s - level))
+    stats.lse2()                             # log2(sum(exp2(s))) over everything merged
+
+A log-sum-exp is held as (level, total) with lse2 = level + log2(total). The level is any reference that keeps the
+total in range: a maximum, or a shift that a whole tile shares. Where nothing was merged yet the level is the
+lowest finite number and the total is 0; a finite floor needs no special case, as exp2 of a difference with it is
+0 or 1 and never NaN.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def lowest(dtype: torch.dtype) -> float:
+    """The level of "nothing seen": below every logit, yet safe to subtract from itself."""
+    return torch.finfo(dtype).min
+
+
+class Stats(NamedTuple):
+    """The statistics of n rows or n columns."""
+
+    level: Tensor  # [n]
+    total: Tensor  # [n] sum of exp2(logit - level)
+
+    @classmethod
+    def empty(cls, n: int, *, dtype: torch.dtype, device: torch.device) -> "Stats":
+        level = torch.full((n,), lowest(dtype), dtype=dtype, device=device)
+        return cls(level, torch.zeros(n, dtype=dtype, device=device))
+
+    def at(self, index: slice) -> "Stats":
+        """A view: merging into it merges into these statistics."""
+        return Stats(self.level[index], self.total[index])
+
+    def merge_(self, level: Tensor | float, total: Tensor) -> None:
+        """Add logits summarised as (level, total), in place.
+
+        sum exp2(s) = total_1 * exp2(level_1) + total_2 * exp2(level_2), factored by exp2 of the higher level: no
+        exponent is positive, so nothing overflows, and a term that underflows could not have been seen in the sum.
+        """
+        top = self.level.clamp(min=level)  # type: ignore[arg-type]  # torch takes a Tensor or a number
+        self.total.mul_((self.level - top).exp2_()).addcmul_(total, (level - top).exp2_())
+        self.level.copy_(top)
+
+    def lse2(self) -> Tensor:
+        """log2 of the sum of exp2; -inf where nothing was merged."""
+        return self.total.log2() + self.level

@@ -1,0 +1,158 @@
+"""The tile plan: how an N x M score matrix is cut into tiles, in pure integers.
+
+    >>> print(plan_tiles(8192, 8192, 512))
+    8192 x 8192 x 512 in 8 x 8 tiles of 1024 x 1024, workspace 16.0 MiB
+
+A tile has to be small enough that its passes (maximum, exp2, sums) run from cache and large enough that its
+matrix products run at full speed. The plan depends on nothing but its arguments, so forward and backward, which
+both ask for it, cut the same tiles.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, isqrt
+from pathlib import Path
+from typing import NamedTuple
+
+KiB, MiB = 1 << 10, 1 << 20
+WORKSPACE_LIMIT = 40 * MiB
+"""No automatic plan asks for more scratch memory than this, whatever N, M and D."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a plan is made for: cores, and the bytes of cache they share (the last level)."""
+
+    cores: int
+    shared_cache: int
+
+
+class Tile(NamedTuple):
+    """One block of scores: queries `rows` against keys `cols`."""
+
+    rows: slice
+    cols: slice
+    offset: int
+    """Scores in the tiles before it: where it starts if tiles are stored one after the other."""
+
+    mirrored: bool
+    """It stands for its transpose too: an off-diagonal tile of symmetric scores."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows.stop - self.rows.start, self.cols.stop - self.cols.start
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.shape[0] * self.shape[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TilePlan:
+    """Tiles of at most `rows` x `cols` scores over N queries and M keys of D features."""
+
+    n: int
+    m: int
+    d: int
+    rows: int
+    cols: int
+    itemsize: int = 4
+    """Bytes of the accumulation dtype."""
+
+    symmetric: bool = False
+    """Queries and keys are the same: the tiles of the upper triangle stand for all."""
+
+    def __post_init__(self) -> None:
+        assert not self.symmetric or (self.n == self.m and self.rows == self.cols), "symmetric tiles are square"
+
+    def row_slices(self) -> Iterator[slice]:
+        return _slices(self.n, self.rows)
+
+    def tiles_of(self, rows: slice) -> Iterator[Tile]:
+        """The tiles of one row block, left to right."""
+        height = rows.stop - rows.start
+        first = rows.start if self.symmetric else 0
+        # Of symmetric scores, row i misses the columns before its block: together a triangle of whole tiles.
+        skipped = self.rows * self.rows * (rows.start // self.rows) * (rows.start // self.rows - 1) // 2
+        start = rows.start * self.m - (skipped if self.symmetric else 0)
+        for cols in _slices(self.m, self.cols, first):
+            offset = start + height * (cols.start - first)
+            yield Tile(rows, cols, offset, self.symmetric and cols.start > rows.start)
+
+    def tiles(self) -> Iterator[Tile]:
+        """All tiles in the order of computation."""
+        for rows in self.row_slices():
+            yield from self.tiles_of(rows)
+
+    def cached_items(self, cache_bytes: int) -> int:
+        """Scores in the first tiles that fit into `cache_bytes`."""
+        limit = cache_bytes // self.itemsize
+        return max((tile.end for tile in self.tiles() if tile.end <= limit), default=0)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Scratch memory at its largest: three tiles, a query block and its gradient, a key block."""
+        tiles = 3 * self.rows * self.cols
+        return (tiles + (2 * self.rows + self.cols) * self.d) * self.itemsize
+
+    def __str__(self) -> str:
+        return (
+            f"{self.n} x {self.m} x {self.d} in {sum(1 for _ in self.tiles())} tiles of {self.rows} x {self.cols}, "
+            f"workspace {self.workspace_bytes / MiB:.1f} MiB"
+        )
+
+
+def plan_tiles(
+    n: int,
+    m: int,
+    d: int,
+    *,
+    tile: int | None = None,
+    itemsize: int = 4,
+    symmetric: bool = False,
+    machine: Machine | None = None,
+) -> TilePlan:
+    """Choose the tiles for N queries, M keys and D features; `tile` forces their height and width.
+
+    Measured rule: a tile takes an eighth of the shared cache, as two tiles and their features then stay in it, but
+    at least 512 KiB for each core to work on. Where features are so long that their blocks outgrow the workspace,
+    tiles shrink.
+    """
+    if tile is not None:
+        rows, cols = min(tile, n), min(tile, m)
+    else:
+        machine = machine or this_machine()
+        edge = isqrt(max(machine.shared_cache // 8, machine.cores * 512 * KiB) // itemsize)
+        # The largest edge with (3 * edge + 3 * d) * edge scores and features in the workspace.
+        room = WORKSPACE_LIMIT // itemsize // 3
+        edge = min(edge, (isqrt(d * d + 4 * room) - d) // 2)
+        edge = max(16, edge // 16 * 16)
+        rows, cols = _even(n, edge), _even(m, edge)
+    return TilePlan(n=n, m=m, d=d, rows=rows, cols=cols, itemsize=itemsize, symmetric=symmetric)
+
+
+def _slices(length: int, step: int, first: int = 0) -> Iterator[slice]:
+    for start in range(first, length, step):
+        yield slice(start, min(start + step, length))
+
+
+def _even(length: int, step: int) -> int:
+    """The step, at most `step`, that cuts `length` into equal pieces; a multiple of 16 keeps blocks aligned."""
+    pieces = ceil(length / step)
+    return min(length, ceil(length / pieces / 16) * 16)
+
+
+@lru_cache(maxsize=1)
+def this_machine() -> Machine:
+    """Cores that this process may use and the size of their last-level cache, or 16 MiB where none is reported."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    sizes = []
+    for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        try:
+            level, size = (index / "level").read_text(), (index / "size").read_text().strip()
+            sizes.append((int(level), int(size.removesuffix("K")) * KiB))
+        except (OSError, ValueError):
+            continue  # a kernel without this entry, or one that reports it in another unit
+    return Machine(cores=cores, shared_cache=max(sizes, default=(3, 16 * MiB))[1])
