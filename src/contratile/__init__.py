@@ -1,7 +1,7 @@
 """Contratile: exact contrastive losses at near-infinite batch size, in memory linear in the batch.
 
-    import contratile as ct
-    loss = ct.clip_loss(image_features, text_features, logit_scale)
+import contratile as ct
+loss = ct.clip_loss(image_features, text_features, logit_scale)
 """
 
 from contratile import reference as reference

@@ -57,7 +57,7 @@ def check_features(**named: Tensor) -> None:
         both = f"{first} and {name}"
         if y.shape[1] != x.shape[1]:
             remedy = "Project both sides to one embedding size."
-            bad_value(both, expected="the same number of features D", got=f"{x.shape[1]} and {y.shape[1]}", remedy=remedy)
+            bad_value(both, expected="one number of features D", got=f"{x.shape[1]} and {y.shape[1]}", remedy=remedy)
         if y.dtype != x.dtype:
             remedy = f"Convert one side, for example {name}.to({first}.dtype)."
             bad_type(both, expected="one dtype", got=f"{x.dtype} and {y.dtype}", remedy=remedy)

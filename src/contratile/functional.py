@@ -65,9 +65,9 @@ def clip_loss(
 ) -> Tensor:
     """The symmetric contrastive loss of CLIP over pairs (image_i, text_i). Replaces
 
-        logits = scale * image @ text.T
-        labels = torch.arange(len(logits))
-        return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+    logits = scale * image @ text.T
+    labels = torch.arange(len(logits))
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
     """
     _check(group, backend, tile, cache_bytes, scale, image=image, text=text)
     check_choice("reduction", reduction, Reduction)
@@ -121,7 +121,7 @@ def _check(
     scale: Tensor | float,
     **features: Tensor | None,
 ) -> None:
-    check_features(**{name: x for name, x in features.items() if x is not None or name != "key"})
+    check_features(**{name: x for name, x in features.items() if x is not None})
     check_choice("backend", backend, Backend)
     check_count("cache_bytes", cache_bytes, least=0)
     if tile is not None:

@@ -42,7 +42,7 @@ class Stats(NamedTuple):
         sum exp2(s) = total_1 * exp2(level_1) + total_2 * exp2(level_2), factored by exp2 of the higher level: no
         exponent is positive, so nothing overflows, and a term that underflows could not have been seen in the sum.
         """
-        top = self.level.clamp(min=level)  # type: ignore[arg-type]  # torch takes a Tensor or a number
+        top = self.level.clamp(min=level)
         self.total.mul_((self.level - top).exp2_()).addcmul_(total, (level - top).exp2_())
         self.level.copy_(top)
 
