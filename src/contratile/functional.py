@@ -45,7 +45,7 @@ def pair_lse(
 
     A side that is not asked for is empty. `key=None` stands for the queries themselves, at half the work.
     """
-    _check(group, backend, tile, cache_bytes, scale, query=query, key=key)
+    _check(group, backend, tile, cache_bytes, scale, query=query, key=query if key is None else key)
     stats = pair_stats(
         query, key, scale, PairRule(), rows=rows, cols=cols, backend=backend, tile=tile, cache_bytes=cache_bytes
     )
@@ -119,9 +119,9 @@ def _check(
     tile: int | None,
     cache_bytes: int,
     scale: Tensor | float,
-    **features: Tensor | None,
+    **features: Tensor,
 ) -> None:
-    check_features(**{name: x for name, x in features.items() if x is not None})
+    check_features(**features)
     check_choice("backend", backend, Backend)
     check_count("cache_bytes", cache_bytes, least=0)
     if tile is not None:
