@@ -1,0 +1,41 @@
+# make test   everything that gates: lint, types, tests        make demo   the benchmark at a small size, with pictures
+# make test-all   the slow tests too                           make bench  the benchmark of README (about an hour)
+# make docs   the documentation as a site in site/             make clean  remove what the others made
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/ready
+export PIP_CONSTRAINT := $(abspath constraints.txt)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: test test-all lint types demo bench docs clean
+
+test: lint types docs
+	$(BIN)/pytest -m "not slow"
+
+test-all: lint types docs
+	$(BIN)/pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+demo: $(READY)
+	$(BIN)/contratile bench loss --quick --out out/demo
+
+bench: $(READY)
+	$(BIN)/contratile bench loss --out out/bench
+
+docs: $(READY)
+	$(BIN)/mkdocs build --strict --quiet
+
+clean:
+	rm -rf .venv out site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/pip install --quiet --editable ".[dev]"
+	touch $@
