@@ -38,8 +38,8 @@ def check_count(name: str, value: object, *, least: int) -> None:
         bad_value(name, expected=f"at least {least}", got=value, remedy="Leave it out for the default.")
 
 
-def check_features(**named: Tensor) -> None:
-    """Features are [N, D] float tensors that share D, dtype and device, with N, D >= 1."""
+def check_features(named: dict[str, Tensor], *, empty: bool) -> None:
+    """Features are [N, D] float tensors that share D, dtype and device; N is 0 only where `empty` allows it."""
     for name, x in named.items():
         if not isinstance(x, Tensor):
             bad_type(name, expected="a tensor of shape [N, D]", got=type(x).__name__, remedy="Pass torch features.")
@@ -49,7 +49,7 @@ def check_features(**named: Tensor) -> None:
         if x.dtype not in _FLOATS:
             remedy = f"Convert it, for example with {name}.float()."
             bad_type(name, expected="dtype float32, float16, bfloat16 or float64", got=x.dtype, remedy=remedy)
-        if x.shape[0] == 0 or x.shape[1] == 0:
+        if (x.shape[0] == 0 and not empty) or x.shape[1] == 0:
             remedy = "An empty batch has no loss; skip it or use drop_last=True in the loader."
             bad_value(name, expected="at least one row and one feature", got=list(x.shape), remedy=remedy)
     (first, x), *rest = named.items()
@@ -64,6 +64,17 @@ def check_features(**named: Tensor) -> None:
         if y.device != x.device:
             remedy = f"Move one side, for example {name}.to({first}.device)."
             bad_type(both, expected="one device", got=f"{x.device} and {y.device}", remedy=remedy)
+
+
+def check_scale(scale: object) -> None:
+    """A scale is a number or a tensor of one float."""
+    if isinstance(scale, Tensor):
+        if scale.numel() != 1 or not scale.is_floating_point():
+            got = f"{scale.dtype} of shape {list(scale.shape)}"
+            bad_value("scale", expected="a float or a 0-d float tensor", got=got, remedy="One scale serves all pairs.")
+    elif isinstance(scale, bool) or not isinstance(scale, int | float):
+        remedy = "Pass a number, or a tensor if it is learned."
+        bad_type("scale", expected="a float or a 0-d float tensor", got=type(scale).__name__, remedy=remedy)
 
 
 def check_vector(name: str, x: Tensor, *, length: int, device: torch.device) -> None:

@@ -3,27 +3,28 @@
 Features are [N, D] and are never normalised here: pass normalised ones where cosines are meant. Values come back
 in fp32 (fp64 for fp64 features), gradients in the dtype of what they belong to. Every loss takes
 
-    group        "auto" (the default process group, if one is initialised), None (this process alone)
-    reduction    "mean", "sum" or "none" (one value per row)
+    group        "auto" (the default process group, if one is initialised), None (this process alone), or a group.
+                 Over several ranks a loss and its backward are collective: every rank of the group calls both
+    reduction    "none" (one value per local row), "sum" of these, or "mean": world_size / N_total times the sum, so
+                 that the mean over ranks is the global mean loss, and DDP's average of gradients is its gradient
     backend      "auto", "torch" (tiles) or "dense" (materialises the scores; for comparison)
     tile         rows and columns of a tile; None lets `plan_tiles` choose
     cache_bytes  memory that may be spent on keeping score tiles for the backward pass, which then saves one of
                  four matrix products for each tile kept; the results are the same to the last bit
 """
 
-from typing import Literal
+from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from contratile.backends import Backend
-from contratile.errors import bad_type, bad_value, check_choice, check_count, check_features, check_vector
-from contratile.lse import pair_stats
+from contratile.errors import bad_value, check_choice, check_count, check_features, check_scale, check_vector
+from contratile.lse import Engine, pair_stats
 from contratile.pairs import PairRule
-from contratile.reference import Reduction, reduce
-
-Group = Literal["auto"] | None
+from contratile.reference import Reduction
+from contratile.ring import Ring
+from contratile.team import Facts, Group, Team
 
 
 def pair_lse(
@@ -45,10 +46,10 @@ def pair_lse(
 
     A side that is not asked for is empty. `key=None` stands for the queries themselves, at half the work.
     """
-    _check(group, backend, tile, cache_bytes, scale, query=query, key=query if key is None else key)
-    stats = pair_stats(
-        query, key, scale, PairRule(), rows=rows, cols=cols, backend=backend, tile=tile, cache_bytes=cache_bytes
-    )
+    features = {"query": query} if key is None else {"query": query, "key": key}
+    call = f"pair_lse rows={rows} cols={cols}"
+    engine = _start(call, features, scale, group, backend, tile, cache_bytes)
+    stats = pair_stats(query, key, scale, PairRule(), engine, rows=rows, cols=cols)
     return stats.row_lse, stats.col_lse
 
 
@@ -69,14 +70,19 @@ def clip_loss(
     labels = torch.arange(len(logits))
     return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
     """
-    _check(group, backend, tile, cache_bytes, scale, image=image, text=text)
-    check_choice("reduction", reduction, Reduction)
-    if len(image) != len(text):
-        remedy = "Row i of one is the positive of row i of the other; use info_nce for more keys than queries."
-        bad_value("image and text", expected="equally many rows", got=f"{len(image)} and {len(text)}", remedy=remedy)
+
+    def check() -> None:
+        check_choice("reduction", reduction, Reduction)
+        if len(image) != len(text):
+            got = f"{len(image)} and {len(text)}"
+            remedy = "Row i of one is the positive of row i of the other; use info_nce for more keys than queries."
+            bad_value("image and text", expected="equally many rows", got=got, remedy=remedy)
+
+    features = {"image": image, "text": text}
+    engine = _start(f"clip_loss {reduction}", features, scale, group, backend, tile, cache_bytes, check)
     rule = PairRule(labels=torch.arange(len(image), device=image.device))
-    row_lse, col_lse, pos = pair_stats(image, text, scale, rule, backend=backend, tile=tile, cache_bytes=cache_bytes)
-    return reduce((row_lse - pos + col_lse - pos) / 2, reduction)
+    row_lse, col_lse, pos = pair_stats(image, text, scale, rule, engine)
+    return _reduce((row_lse - pos + col_lse - pos) / 2, reduction, engine.ring)
 
 
 def info_nce(
@@ -97,44 +103,70 @@ def info_nce(
 
     `labels[i]` is the row of `key` that is query i's positive; by default it is row i.
     """
-    _check(group, backend, tile, cache_bytes, scale, query=query, key=key)
-    check_choice("reduction", reduction, Reduction)
-    if labels is not None:
-        check_vector("labels", labels, length=len(query), device=query.device)
-        labels = labels.long()
-    elif len(key) < len(query):
-        remedy = "Without labels query i's positive is key i; pass labels= if queries share keys."
-        bad_value("key", expected=f"at least {len(query)} rows", got=len(key), remedy=remedy)
-    else:
-        labels = torch.arange(len(query), device=query.device)
-    row_lse, _, pos = pair_stats(
-        query, key, scale, PairRule(labels=labels), cols=False, backend=backend, tile=tile, cache_bytes=cache_bytes
-    )
-    return reduce(row_lse - pos, reduction)
+
+    def check() -> None:
+        check_choice("reduction", reduction, Reduction)
+        if labels is not None:
+            check_vector("labels", labels, length=len(query), device=query.device)
+        elif len(key) < len(query):
+            remedy = "Without labels query i's positive is key i; pass labels= if queries share keys."
+            bad_value("key", expected=f"at least {len(query)} rows", got=len(key), remedy=remedy)
+
+    features = {"query": query, "key": key}
+    engine = _start(f"info_nce {reduction}", features, scale, group, backend, tile, cache_bytes, check)
+    rule = PairRule(labels=torch.arange(len(query), device=query.device) if labels is None else labels.long())
+    row_lse, _, pos = pair_stats(query, key, scale, rule, engine, cols=False)
+    return _reduce(row_lse - pos, reduction, engine.ring)
 
 
-def _check(
+def _start(
+    call: str,
+    features: dict[str, Tensor],
+    scale: Tensor | float,
     group: Group,
     backend: Backend,
     tile: int | None,
     cache_bytes: int,
-    scale: Tensor | float,
-    **features: Tensor,
-) -> None:
-    check_features(**features)
-    check_choice("backend", backend, Backend)
-    check_count("cache_bytes", cache_bytes, least=0)
-    if tile is not None:
-        check_count("tile", tile, least=1)
-    if isinstance(scale, Tensor):
-        if scale.numel() != 1 or not scale.is_floating_point():
-            got = f"{scale.dtype} of shape {list(scale.shape)}"
-            bad_value("scale", expected="a float or a 0-d float tensor", got=got, remedy="One scale serves all pairs.")
-    elif isinstance(scale, bool) or not isinstance(scale, int | float):
-        remedy = "Pass a number, or a tensor if it is learned."
-        bad_type("scale", expected="a float or a 0-d float tensor", got=type(scale).__name__, remedy=remedy)
-    if group not in ("auto", None):
-        bad_value("group", expected='"auto" or None', got=repr(group), remedy="Pass None for this process alone.")
-    if group == "auto" and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        remedy = "Pass group=None for a loss over this rank's own pairs."
-        bad_value("group", expected="one process", got=f"{dist.get_world_size()} ranks", remedy=remedy)
+    check: Callable[[], None] = lambda: None,
+) -> Engine:
+    """Check the arguments and, over several ranks, that everybody is making the same call."""
+    team = Team.of(group)
+    try:
+        check_features(features, empty=team.size > 1)
+        check()
+        check_choice("backend", backend, Backend)
+        check_count("cache_bytes", cache_bytes, least=0)
+        if tile is not None:
+            check_count("tile", tile, least=1)
+        check_scale(scale)
+        if backend == "dense" and team.size > 1:
+            remedy = "Use backend='torch', or group=None for this rank's own pairs."
+            bad_value("backend", expected="'auto' or 'torch' over several ranks", got="'dense'", remedy=remedy)
+    except (ValueError, TypeError) as error:
+        team.refuse(error)
+        raise
+    query, *others = features.values()
+    key = others[0] if others else query
+    if team.size == 1:
+        return Engine(Ring.flat(team, (key.shape[0],), total=query.shape[0]), backend, tile, cache_bytes)
+    inputs = {**features, "scale": scale}
+    wanting = [name for name, x in inputs.items() if isinstance(x, Tensor) and x.requires_grad]
+    facts = team.handshake(
+        Facts(
+            queries=len(query),
+            keys=len(key),
+            features=query.shape[1],
+            dtype=str(query.dtype).removeprefix("torch."),
+            device=query.device.type,
+            call=call,
+            gradient=" ".join(wanting) if torch.is_grad_enabled() and wanting else "none",
+        )
+    )
+    ring = Ring.flat(team, tuple(fact.keys for fact in facts), total=sum(fact.queries for fact in facts))
+    return Engine(ring, backend, tile, cache_bytes)
+
+
+def _reduce(per_row: Tensor, reduction: Reduction, ring: Ring) -> Tensor:
+    if reduction == "none":
+        return per_row
+    return per_row.sum() if reduction == "sum" else per_row.sum() * (ring.team.size / ring.total)

@@ -4,16 +4,19 @@
     backward  G = a exp(S - row_lse) + b exp(S - col_lse) + c [positive]            3 matrix products
               dq = scale G k,  dk = scale G^T q,  dscale = sum(G * q k^T)
 
-Both are `torch.library` operators, so they trace under `torch.compile`. Inside they work in base 2; the natural
-logarithm appears where the results leave. No collective is used.
+`_forward` and `_backward` are the algorithm: blocks of keys visit (one block, if there is one process) and the tile
+engine works on each. Alone, they are `torch.library` operators that trace under `torch.compile`; over several ranks,
+an autograd function with two ring passes: keys and column statistics forward, keys and their gradient backward.
+Inside everything is in base 2; the natural logarithm appears where the results leave.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from contratile import reference
 from contratile.backends import Backend, torch_tiles
@@ -21,11 +24,22 @@ from contratile.backends.torch_tiles import Direction, accumulation_dtype
 from contratile.errors import bad_value
 from contratile.pairs import PairRule
 from contratile.reference import PairStats
+from contratile.ring import Ring, RingPass
 from contratile.stats import Stats, lowest
+from contratile.team import ALONE
 from contratile.tiles import TilePlan, plan_tiles
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
+
+
+class Engine(NamedTuple):
+    """How a call is carried out: by whom, with which tiles."""
+
+    ring: Ring
+    backend: Backend = "auto"
+    tile: int | None = None
+    cache_bytes: int = 0
 
 
 def pair_stats(
@@ -33,18 +47,16 @@ def pair_stats(
     key: Tensor | None,
     scale: Tensor | float,
     rule: PairRule,
+    engine: Engine,
     *,
     rows: bool = True,
     cols: bool = True,
-    backend: Backend = "auto",
-    tile: int | None = None,
-    cache_bytes: int = 0,
 ) -> PairStats:
-    """What `reference.pair_stats` computes, tile by tile. Arguments are taken as checked.
+    """What `reference.pair_stats` computes, tile by tile, over the keys of all ranks. Arguments are taken as checked.
 
     `key=None` stands for the queries: row and column statistics are then the same thing, returned as both.
     """
-    if backend == "dense":
+    if engine.backend == "dense":
         return reference.pair_stats(
             query,
             key,
@@ -60,21 +72,152 @@ def pair_stats(
         scale = torch.tensor(scale, dtype=accumulation_dtype(query.dtype), device=query.device)
     inputs = [query, scale] if key is None else [query, key, scale]
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    row_lse2, col_lse2, pos2, _ = _forward_op(
-        query,
-        key,
-        scale.reshape(()),
-        rule.labels,
-        rule.query_ids,
-        rule.key_ids,
-        rule.exclude_self,
-        rows or (key is None and cols),
-        cols and key is not None,
-        tile or 0,
-        cache_bytes if wants_grad else 0,
+    arguments = (
+        *(query, key, scale.reshape(()), rule.labels, rule.query_ids, rule.key_ids, rule.exclude_self),
+        *(rows or (key is None and cols), cols and key is not None),
+        *(engine.tile or 0, engine.cache_bytes if wants_grad else 0),
     )
-    row_lse, col_lse, pos = row_lse2 * LN2, col_lse2 * LN2, pos2 * LN2
+    outputs = _forward_op(*arguments) if engine.ring.team.size == 1 else _over_ring(engine.ring, *arguments)
+    row_lse, col_lse, pos = (x * LN2 for x in outputs[:3])
     return PairStats(row_lse, row_lse if key is None and cols else col_lse, pos)
+
+
+def _forward(
+    ring: Ring,
+    q: Tensor,
+    k: Tensor | None,
+    scale: Tensor,
+    rule: PairRule,
+    *,
+    rows: bool,
+    cols: bool,
+    tile: int,
+    cache_bytes: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """row_lse2 [N], col_lse2 [M], pos2 [N] (empty where not asked for), and the score tiles kept for the backward."""
+    acc: dict[str, Any] = {"dtype": accumulation_dtype(q.dtype), "device": q.device}
+    labels, alpha = rule.labels, _alpha(scale, acc["dtype"])
+    row_stats = Stats.empty(len(q), **acc) if rows else None
+    pos2 = torch.zeros(0 if labels is None else len(q), **acc)
+    items = _cached_items(ring, q, k, tile, cache_bytes)
+    cache = torch.empty(sum(items), **acc)
+    caches = iter(torch.split(cache, items))
+    trip = RingPass(
+        ring,
+        _carried(q if k is None else k, rule.key_ids),
+        fresh=lambda size: Stats.empty(size, **acc) if cols else (),
+        merge=lambda into, other: Stats(*into).merge_(*other),
+    )
+    for block in trip:
+        torch_tiles.forward(
+            q,
+            None if k is None and block.home else block.carried[0],
+            alpha,
+            _rule_for(block.home, rule, block.carried[1:]),
+            _plan(q, ring.sizes[block.source], tile, symmetric=k is None and block.home),
+            row_stats=row_stats,
+            col_stats=Stats(*block.gathered) if cols else None,
+            pos=pos2 if labels is not None and block.home else None,
+            cache=next(caches),
+        )
+    row_lse2 = torch.empty(0, **acc) if row_stats is None else row_stats.lse2()
+    col_lse2 = Stats(*trip.home).lse2() if cols else torch.empty(0, **acc)
+    if labels is not None:
+        # A log-sum-exp is never below one of its terms; where rounding says otherwise a loss would be negative.
+        if rows:
+            row_lse2 = torch.maximum(row_lse2, pos2)
+        if cols:
+            col_lse2.scatter_reduce_(0, labels, pos2, "amax")
+    return row_lse2, col_lse2, pos2, cache
+
+
+def _backward(
+    ring: Ring,
+    q: Tensor,
+    k: Tensor | None,
+    scale: Tensor,
+    rule: PairRule,
+    *,
+    row: Direction | None,
+    col: Direction | None,
+    pos_grad: Tensor | None,
+    wants: tuple[bool, bool, bool],
+    tile: int,
+    cache: Tensor,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of q, k and scale that are wanted. A direction or gradient that is None costs nothing."""
+    acc: dict[str, Any] = {"dtype": accumulation_dtype(q.dtype), "device": q.device}
+    alpha = _alpha(scale, acc["dtype"])
+    wants_q, wants_k, wants_scale = wants
+    # Several blocks, or both sides of a tile, add to dq: in full precision. One block writes each row once.
+    dq_dtype = q.dtype if k is not None and ring.team.size == 1 else acc["dtype"]
+    dq = torch.zeros(q.shape, dtype=dq_dtype, device=q.device) if wants_q else None
+    dscale = torch.zeros((), **acc) if wants_scale else None
+    caches = iter(torch.split(cache, _cached_items(ring, q, k, tile, cache.nbytes)))
+    # Symmetric scores: a visitor's rows are this rank's columns.
+    visitors = row if k is None else col
+    trip = RingPass(
+        ring,
+        _carried(q if k is None else k, rule.key_ids, *(() if visitors is None else visitors)),
+        fresh=lambda size: (torch.zeros(size, q.shape[1], **acc),) if wants_k and k is not None else (),
+        merge=_add,
+    )
+    for block in trip:
+        symmetric = k is None and block.home
+        ids, sides = block.carried[1:2], block.carried[-2:]
+        dalpha = None if dscale is None else torch.zeros_like(dscale)
+        torch_tiles.backward(
+            q,
+            None if symmetric else block.carried[0],
+            alpha,
+            _rule_for(block.home, rule, ids if rule.key_ids is not None else ()),
+            _plan(q, ring.sizes[block.source], tile, symmetric=symmetric),
+            row=row,
+            col=None if visitors is None or symmetric else Direction(*sides),
+            pos_grad=pos_grad if block.home else None,
+            dq=dq,
+            dk=dq if symmetric else block.gathered[0] if block.gathered else None,
+            dalpha=dalpha,
+            cache=next(caches),
+        )
+        if dscale is not None and dalpha is not None:
+            # Of symmetric scores two ranks compute the tiles between them, each for both.
+            dscale += dalpha * (LOG2E / 2 if k is None and not block.home else LOG2E)
+    dk = trip.home[0].to(q.dtype) if trip.home else None
+    return None if dq is None else dq.to(q.dtype), dk, None if dscale is None else dscale.to(scale.dtype)
+
+
+def _add(into: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> None:
+    for x, y in zip(into, other, strict=True):
+        x.add_(y)
+
+
+def _carried(k: Tensor, *vectors: Tensor | None) -> tuple[Tensor, ...]:
+    return (k, *(x for x in vectors if x is not None))
+
+
+def _rule_for(home: bool, rule: PairRule, key_ids: tuple[Tensor, ...]) -> PairRule:
+    """Positives and selves are at home; ids are compared with every visitor's."""
+    return rule if home else PairRule(query_ids=rule.query_ids, key_ids=key_ids[0] if key_ids else None)
+
+
+def _plan(q: Tensor, keys: int, tile: int, *, symmetric: bool) -> TilePlan:
+    itemsize = accumulation_dtype(q.dtype).itemsize
+    return plan_tiles(q.shape[0], keys, q.shape[1], tile=tile or None, itemsize=itemsize, symmetric=symmetric)
+
+
+def _cached_items(ring: Ring, q: Tensor, k: Tensor | None, tile: int, cache_bytes: int) -> list[int]:
+    """How many scores of each visiting block find room in `cache_bytes`, in the order of the visits."""
+    items = []
+    for step in range(ring.team.size):
+        source = ring.schedule.source(ring.team.rank, step)
+        plan = _plan(q, ring.sizes[source], tile, symmetric=k is None and source == ring.team.rank)
+        items.append(plan.cached_items(cache_bytes))
+        cache_bytes -= items[-1] * plan.itemsize
+    return items
+
+
+# --- one process: operators that torch.compile can trace --------------------------------------------------------
 
 
 @torch.library.custom_op("contratile::pair_lse", mutates_args=())
@@ -91,38 +234,12 @@ def _forward_op(
     tile: int,
     cache_bytes: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """row_lse2, col_lse2, pos2 in base 2 (empty where not asked for), and the score tiles kept for the backward."""
-    n, m = len(q), len(q if k is None else k)
     rule = PairRule(labels=labels, exclude_self=exclude_self, query_ids=query_ids, key_ids=key_ids)
-    plan = _plan(q, k, tile)
-    acc: dict[str, Any] = {"dtype": accumulation_dtype(q.dtype), "device": q.device}
+    ring = _solo(q if k is None else k)
     if labels is not None:
-        _check_labels(labels, m)
-    row_stats = Stats.empty(n, **acc) if rows else None
-    col_stats = Stats.empty(m, **acc) if cols else None
-    pos2 = torch.zeros(0 if labels is None else n, **acc)
-    cache = torch.empty(plan.cached_items(cache_bytes), **acc)
+        _check_labels(labels, ring.sizes[0])
     with _full_precision(q):
-        torch_tiles.forward(
-            q,
-            k,
-            _alpha(scale, acc["dtype"]),
-            rule,
-            plan,
-            row_stats=row_stats,
-            col_stats=col_stats,
-            pos=None if labels is None else pos2,
-            cache=cache,
-        )
-    row_lse2 = torch.empty(0, **acc) if row_stats is None else row_stats.lse2()
-    col_lse2 = torch.empty(0, **acc) if col_stats is None else col_stats.lse2()
-    if labels is not None:
-        # A log-sum-exp is never below one of its terms; where rounding says otherwise a loss would be negative.
-        if rows:
-            row_lse2 = torch.maximum(row_lse2, pos2)
-        if cols:
-            col_lse2.scatter_reduce_(0, labels, pos2, "amax")
-    return row_lse2, col_lse2, pos2, cache
+        return _forward(ring, q, k, scale, rule, rows=rows, cols=cols, tile=tile, cache_bytes=cache_bytes)
 
 
 @_forward_op.register_fake
@@ -139,13 +256,13 @@ def _(
     tile: int,
     cache_bytes: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    n, m = q.shape[0], (q if k is None else k).shape[0]
+    key = q if k is None else k
     dtype = accumulation_dtype(q.dtype)
     return (
-        q.new_empty(n if rows else 0, dtype=dtype),
-        q.new_empty(m if cols else 0, dtype=dtype),
-        q.new_empty(0 if labels is None else n, dtype=dtype),
-        q.new_empty(_plan(q, k, tile).cached_items(cache_bytes) if cache_bytes else 0, dtype=dtype),
+        q.new_empty(q.shape[0] if rows else 0, dtype=dtype),
+        q.new_empty(key.shape[0] if cols else 0, dtype=dtype),
+        q.new_empty(0 if labels is None else q.shape[0], dtype=dtype),
+        q.new_empty(_cached_items(_solo(key), q, k, tile, cache_bytes)[0] if cache_bytes else 0, dtype=dtype),
     )
 
 
@@ -169,37 +286,25 @@ def _backward_op(
     wants_k: bool,
     wants_scale: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dscale; empty where not wanted. A gradient that is None counts as zero and costs nothing."""
-    rule = PairRule(labels=labels, exclude_self=exclude_self, query_ids=query_ids, key_ids=key_ids)
-    acc: dict[str, Any] = {"dtype": accumulation_dtype(q.dtype), "device": q.device}
-    alpha = _alpha(scale, acc["dtype"])
-    if k is None:
-        dk = torch.zeros(q.shape, **acc) if wants_q else None
-        dq = dk
-    else:
-        dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if wants_q else None
-        dk = torch.zeros(k.shape, **acc) if wants_k else None
-    dalpha = torch.zeros((), **acc) if wants_scale else None
+    """dq, dk, dscale; empty where not wanted."""
     with _full_precision(q):
-        torch_tiles.backward(
+        dq, dk, dscale = _backward(
+            _solo(q if k is None else k),
             q,
             k,
-            alpha,
-            rule,
-            _plan(q, k, tile),
-            row=_direction(row_lse2, row_grad),
-            col=_direction(col_lse2, col_grad),
+            scale,
+            PairRule(labels=labels, exclude_self=exclude_self, query_ids=query_ids, key_ids=key_ids),
+            row=_direction(row_lse2, row_grad) if len(row_lse2) else None,
+            col=_direction(col_lse2, col_grad) if len(col_lse2) else None,
             pos_grad=None if labels is None else pos_grad,
-            dq=dq,
-            dk=dk,
-            dalpha=dalpha,
+            wants=(wants_q, wants_k, wants_scale),
+            tile=tile,
             cache=cache,
         )
-    none = torch.empty(0, dtype=q.dtype, device=q.device)
     return (
-        none if dq is None else dq.to(q.dtype),
-        none.clone() if dk is None or k is None else dk.to(k.dtype),
-        scale.new_empty(0) if dalpha is None else (dalpha * LOG2E).to(scale.dtype),
+        q.new_empty(0) if dq is None else dq,
+        q.new_empty(0) if dk is None else dk,
+        scale.new_empty(0) if dscale is None else dscale,
     )
 
 
@@ -238,16 +343,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
 
 
-def _backward(
-    ctx: Any, row_grad: Tensor | None, col_grad: Tensor | None, pos_grad: Tensor | None, _: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    q, k, scale, labels, query_ids, key_ids, row_lse2, col_lse2, cache = ctx.saved_tensors
+def _op_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    *features, row_lse2, col_lse2, cache = ctx.saved_tensors
     wants = ctx.needs_input_grad[:3]
-    grads = _backward_op(
-        *(q, k, scale, labels, query_ids, key_ids, *ctx.options, row_lse2, col_lse2, cache),
-        *(row_grad, col_grad, pos_grad, *wants),
-    )
-    return (*(grad if wanted else None for grad, wanted in zip(grads, wants, strict=True)), *[None] * 8)
+    out = _backward_op(*features, *ctx.options, row_lse2, col_lse2, cache, *grads[:3], *wants)
+    return (*(grad if wanted else None for grad, wanted in zip(out, wants, strict=True)), *[None] * 8)
 
 
 def _no_second_derivative(ctx: Any, *grads: Tensor | None) -> None:
@@ -257,14 +357,61 @@ def _no_second_derivative(ctx: Any, *grads: Tensor | None) -> None:
     )
 
 
-_forward_op.register_autograd(_backward, setup_context=_setup_context)
+_forward_op.register_autograd(_op_backward, setup_context=_setup_context)
 _backward_op.register_autograd(_no_second_derivative)
 
 
-def _plan(q: Tensor, k: Tensor | None, tile: int) -> TilePlan:
-    n, m = q.shape[0], (q if k is None else k).shape[0]
-    itemsize = accumulation_dtype(q.dtype).itemsize
-    return plan_tiles(n, m, q.shape[1], tile=tile or None, itemsize=itemsize, symmetric=k is None)
+# --- several ranks ----------------------------------------------------------------------------------------------
+
+
+class _OverRing(torch.autograd.Function):
+    """The same over a process group. Forward and backward are one ring pass each, on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, ring: Ring, *inputs: Any) -> tuple[Tensor, ...]:
+        q, k, scale, labels, query_ids, key_ids, exclude_self, rows, cols, tile, cache_bytes = inputs
+        rule = PairRule(labels=labels, exclude_self=exclude_self, query_ids=query_ids, key_ids=key_ids)
+        with _full_precision(q):
+            out = _forward(ring, q, k, scale, rule, rows=rows, cols=cols, tile=tile, cache_bytes=cache_bytes)
+        _setup_context(ctx, inputs, out)
+        ctx.ring, ctx.sides = ring, (rows, cols)
+        ctx.mark_non_differentiable(out[3])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, scale, labels, query_ids, key_ids, row_lse2, col_lse2, cache = ctx.saved_tensors
+        exclude_self, tile = ctx.options
+        row, col = (
+            # What travels must be the same on every rank: a direction that nothing was built on has zero gradient.
+            _direction(lse2, torch.zeros_like(lse2) if grad is None else grad) if used else None
+            for used, lse2, grad in zip(ctx.sides, (row_lse2, col_lse2), grads[:2], strict=True)
+        )
+        with _full_precision(q):
+            out = _backward(
+                ctx.ring,
+                q,
+                k,
+                scale,
+                PairRule(labels=labels, exclude_self=exclude_self, query_ids=query_ids, key_ids=key_ids),
+                row=row,
+                col=col,
+                pos_grad=None if labels is None else grads[2],
+                wants=ctx.needs_input_grad[1:4],
+                tile=tile,
+                cache=cache,
+            )
+        return None, *out, *[None] * 8
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _over_ring(ring: Ring, *inputs: Any) -> tuple[Tensor, ...]:
+    return _OverRing.apply(ring, *inputs)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _solo(key: Tensor) -> Ring:
+    return Ring.flat(ALONE, (key.shape[0],), total=key.shape[0])
 
 
 def _alpha(scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -275,7 +422,7 @@ def _alpha(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _direction(lse2: Tensor, grad: Tensor | None) -> Direction | None:
     """A row without any pair has lse2 = -inf; the finite floor keeps -inf - (-inf) out of the tiles."""
-    return None if grad is None or not len(lse2) else Direction(lse2.clamp(min=lowest(lse2.dtype)), grad)
+    return None if grad is None else Direction(lse2.clamp(min=lowest(lse2.dtype)), grad)
 
 
 def _check_labels(labels: Tensor, m: int) -> None:

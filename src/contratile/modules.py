@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from contratile import functional
 from contratile.backends import Backend
-from contratile.functional import Group
 from contratile.reference import Reduction
+from contratile.team import Group
 
 
 class _Loss(nn.Module):

@@ -121,7 +121,7 @@ def plan_tiles(
     tiles shrink.
     """
     if tile is not None:
-        rows, cols = min(tile, n), min(tile, m)
+        rows, cols = max(1, min(tile, n)), max(1, min(tile, m))
     else:
         machine = machine or this_machine()
         edge = isqrt(max(machine.shared_cache // 8, machine.cores * 512 * KiB) // itemsize)
@@ -140,8 +140,8 @@ def _slices(length: int, step: int, first: int = 0) -> Iterator[slice]:
 
 def _even(length: int, step: int) -> int:
     """The step, at most `step`, that cuts `length` into equal pieces; a multiple of 16 keeps blocks aligned."""
-    pieces = ceil(length / step)
-    return min(length, ceil(length / pieces / 16) * 16)
+    pieces = max(1, ceil(length / step))
+    return max(1, min(length, ceil(length / pieces / 16) * 16))
 
 
 @lru_cache(maxsize=1)

@@ -1,0 +1,184 @@
+"""Who takes part in a loss: the ranks of a process group, and the handshake that opens every call.
+
+    team = Team.of("auto")                   # the default group if there is one, else this process alone
+    facts = team.handshake(Facts(...))       # everybody's sizes, or one error on every rank
+
+The handshake tells each rank how many rows the others hold and makes sure that all of them mean the same call,
+before any block moves. It travels over the CPU, so an accelerator is never stalled for it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from contratile.errors import bad_type
+
+# A string: PyTorch builds without torch.distributed have no ProcessGroup.
+Group: TypeAlias = "dist.ProcessGroup | Literal['auto'] | None"
+
+_HEADER_BYTES = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a rank brings to a call. The ranks may differ in the sizes and in nothing else."""
+
+    queries: int
+    keys: int
+    features: int
+    dtype: str
+    device: str
+    call: str
+    """The loss and the options that decide what is computed."""
+
+    gradient: str
+    """The inputs that need a gradient: the backward pass is collective like the forward."""
+
+    refused: str = ""
+    """A rank whose own arguments are bad says so, lest the others wait for it."""
+
+
+@dataclass(frozen=True)
+class Team:
+    """The ranks that share a loss. `group=None` is this process alone: a team of one."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, group: Group) -> Team:
+        if group is None:
+            return ALONE
+        if not dist.is_available() or not dist.is_initialized():
+            if group == "auto":
+                return ALONE
+            remedy = "Call torch.distributed.init_process_group first, or pass group=None."
+            bad_type("group", expected="an initialised process group", got="none", remedy=remedy)
+        if group == "auto":
+            group = dist.group.WORLD
+        if not isinstance(group, dist.ProcessGroup):
+            remedy = 'Pass "auto", None, or a group that this rank belongs to.'
+            bad_type("group", expected="a process group", got=repr(group), remedy=remedy)
+        size = dist.get_world_size(group)
+        return ALONE if size == 1 else cls(group, dist.get_rank(group), size)
+
+    def peer(self, rank: int) -> int:
+        """The global number of a rank of this team, as point-to-point calls want it."""
+        assert self.group is not None
+        return dist.get_global_rank(self.group, rank)
+
+    def handshake(self, mine: Facts) -> list[Facts]:
+        """Everybody's facts in rank order. Raises the same ValueError on every rank if they do not fit together."""
+        if self.size == 1:
+            return [mine]
+        header = json.dumps(asdict(mine)).encode()[:_HEADER_BYTES].ljust(_HEADER_BYTES)
+        try:
+            facts = [Facts(**json.loads(raw)) for raw in self._gather(header)]
+        except RuntimeError as error:
+            raise self.lost(error, "to start the loss") from error
+        _compare(facts)
+        return facts
+
+    def refuse(self, error: Exception) -> None:
+        """Take part in the handshake only to say that this rank's arguments are bad, so that nobody waits for it."""
+        if self.size == 1:
+            return
+        text = str(error)[:200]
+        with suppress(ValueError):
+            self.handshake(
+                Facts(queries=0, keys=0, features=0, dtype="", device="", call="", gradient="", refused=text)
+            )
+
+    def _gather(self, header: bytes) -> list[bytes]:
+        """All ranks' headers, through CPU memory: a CPU backend of the group if it has one, else its store."""
+        assert self.group is not None
+        if torch.device("cpu") in self.group._device_types:
+            sent = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+            received = [torch.empty_like(sent) for _ in range(self.size)]
+            dist.all_gather(received, sent, group=self.group)
+            return [bytes(row.tolist()) for row in received]
+        store, turn = _store(self.group), _next_turn(self.group)
+        store.set(f"contratile/{turn}/{self.rank}", header.decode())
+        keys = [f"contratile/{turn}/{rank}" for rank in range(self.size)]
+        store.wait(keys)
+        headers: list[bytes] = store.multi_get(keys)
+        if turn > 1:  # everybody has read the turn before the last one
+            store.delete_key(f"contratile/{turn - 2}/{self.rank}")
+        return headers
+
+    def lost(self, error: BaseException, purpose: str) -> RuntimeError:
+        """The error for a rank that waited in vain; names the ranks that did not even notice, where it can."""
+        absent = self._absentees()
+        who = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}" if absent else "another rank"
+        return RuntimeError(
+            f"rank {self.rank} of {self.size} waited in vain for {who} {purpose}: it died, stalled, or did not call "
+            f"the loss (or its backward), which every rank of the group must. Look for that rank's own error, or pass "
+            f"group=None for a loss over one rank's own pairs. ({type(error).__name__}: {str(error).splitlines()[0]})"
+        )
+
+    def _absentees(self) -> list[int]:
+        """Ranks that do not report the failure as well: each rank that does leaves a note in the store."""
+        assert self.group is not None
+        try:
+            store = _store(self.group)
+            store.set(f"contratile/lost/{self.rank}", "1")
+            deadline = time.monotonic() + 2
+            absent = list(range(self.size))
+            while absent and time.monotonic() < deadline:
+                absent = [rank for rank in absent if not store.check([f"contratile/lost/{rank}"])]
+                time.sleep(0.05)
+            return absent
+        except RuntimeError:
+            return []  # the rank that held the store is gone
+
+
+ALONE = Team(None, 0, 1)
+
+
+def _compare(facts: list[Facts]) -> None:
+    refused = {rank: fact.refused for rank, fact in enumerate(facts) if fact.refused}
+    if refused:
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in refused.items())
+        raise ValueError(f"not every rank could start the loss. {told}")
+    for name in ("call", "features", "dtype", "device", "gradient"):
+        holders: dict[Any, list[int]] = defaultdict(list)
+        for rank, fact in enumerate(facts):
+            holders[getattr(fact, name)].append(rank)
+        if len(holders) > 1:
+            told = "; ".join(f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in holders.items())
+            raise ValueError(f"{name}: expected the same on every rank, got {told}. {_REMEDIES[name]}")
+    if sum(fact.queries for fact in facts) == 0 or sum(fact.keys for fact in facts) == 0:
+        raise ValueError(
+            f"global batch: expected at least one row, got none on any of {len(facts)} ranks. "
+            "An empty batch has no loss; skip it or use drop_last=True in the loader."
+        )
+
+
+_REMEDIES = {
+    "call": "Every rank must call the same loss with the same options.",
+    "features": "Every rank must use the same embedding size D.",
+    "dtype": "Convert the features of the ranks that differ.",
+    "device": "Move the features of the ranks that differ.",
+    "gradient": "The backward pass is collective: the same inputs must need a gradient on every rank.",
+}
+
+
+def _store(group: dist.ProcessGroup) -> Any:
+    return dist.distributed_c10d._world.pg_map[group][1]
+
+
+_turns: dict[str, int] = defaultdict(int)
+
+
+def _next_turn(group: dist.ProcessGroup) -> int:
+    _turns[group.group_name] += 1
+    return _turns[group.group_name]
