@@ -1,6 +1,6 @@
 """Errors that teach: every message says what was expected, what came, and what to do about it."""
 
-from typing import NoReturn, get_args
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -22,9 +22,8 @@ def bad_type(what: str, *, expected: object, got: object, remedy: str) -> NoRetu
     raise TypeError(_text(what, expected, got, remedy))
 
 
-def check_choice(name: str, value: object, literal: object) -> None:
-    """Refuse a value that is not one of a Literal's."""
-    choices = get_args(literal)
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Refuse a value that is not among the choices."""
     if value not in choices:
         listed = ", ".join(map(repr, choices))
         bad_value(name, expected=f"one of {listed}", got=repr(value), remedy="Check the spelling.")

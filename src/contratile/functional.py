@@ -18,11 +18,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from contratile.backends import Backend
+from contratile.backends import BACKENDS, Backend
 from contratile.errors import bad_value, check_choice, check_count, check_features, check_scale, check_vector
 from contratile.lse import Engine, pair_stats
 from contratile.pairs import PairRule
-from contratile.reference import Reduction
+from contratile.reference import REDUCTIONS, Reduction
 from contratile.ring import Ring
 from contratile.team import Facts, Group, Team
 
@@ -72,7 +72,7 @@ def clip_loss(
     """
 
     def check() -> None:
-        check_choice("reduction", reduction, Reduction)
+        check_choice("reduction", reduction, REDUCTIONS)
         if len(image) != len(text):
             got = f"{len(image)} and {len(text)}"
             remedy = "Row i of one is the positive of row i of the other; use info_nce for more keys than queries."
@@ -105,7 +105,7 @@ def info_nce(
     """
 
     def check() -> None:
-        check_choice("reduction", reduction, Reduction)
+        check_choice("reduction", reduction, REDUCTIONS)
         if labels is not None:
             check_vector("labels", labels, length=len(query), device=query.device)
         elif len(key) < len(query):
@@ -134,7 +134,7 @@ def _start(
     try:
         check_features(features, empty=team.size > 1)
         check()
-        check_choice("backend", backend, Backend)
+        check_choice("backend", backend, BACKENDS)
         check_count("cache_bytes", cache_bytes, least=0)
         if tile is not None:
             check_count("tile", tile, least=1)

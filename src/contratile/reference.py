@@ -4,12 +4,13 @@ This file defines what correct means. It is differentiable by autograd, works in
 tests), knows nothing of tiles or process groups, and is what `backend="dense"` runs.
 """
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 Reduction = Literal["mean", "sum", "none"]
+REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 
 
 class PairStats(NamedTuple):
