@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from contratile import reference
 from contratile.backends import Backend, torch_tiles
-from contratile.backends.torch_tiles import Direction, accumulation_dtype
+from contratile.backends.torch_tiles import Direction, Positives, accumulation_dtype
 from contratile.errors import bad_value
 from contratile.pairs import PairRule
 from contratile.reference import PairStats
@@ -140,7 +140,7 @@ def _backward(
     *,
     row: Direction | None,
     col: Direction | None,
-    pos_grad: Tensor | None,
+    pos: Positives | None,
     wants: tuple[bool, bool, bool],
     tile: int,
     cache: Tensor,
@@ -174,7 +174,7 @@ def _backward(
             _plan(q, ring.sizes[block.source], tile, symmetric=symmetric),
             row=row,
             col=None if visitors is None or symmetric else Direction(*sides),
-            pos_grad=pos_grad if block.home else None,
+            pos=pos if block.home else None,
             dq=dq,
             dk=dq if symmetric else block.gathered[0] if block.gathered else None,
             dalpha=dalpha,
@@ -278,6 +278,7 @@ def _backward_op(
     tile: int,
     row_lse2: Tensor,
     col_lse2: Tensor,
+    pos2: Tensor,
     cache: Tensor,
     row_grad: Tensor | None,
     col_grad: Tensor | None,
@@ -296,7 +297,7 @@ def _backward_op(
             PairRule(labels=labels, exclude_self=exclude_self, query_ids=query_ids, key_ids=key_ids),
             row=_direction(row_lse2, row_grad) if len(row_lse2) else None,
             col=_direction(col_lse2, col_grad) if len(col_lse2) else None,
-            pos_grad=None if labels is None else pos_grad,
+            pos=None if labels is None or pos_grad is None else Positives(pos2, pos_grad),
             wants=(wants_q, wants_k, wants_scale),
             tile=tile,
             cache=cache,
@@ -320,6 +321,7 @@ def _(
     tile: int,
     row_lse2: Tensor,
     col_lse2: Tensor,
+    pos2: Tensor,
     cache: Tensor,
     row_grad: Tensor | None,
     col_grad: Tensor | None,
@@ -337,16 +339,15 @@ def _(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, scale, labels, query_ids, key_ids, exclude_self, _, _, tile, _ = inputs
-    row_lse2, col_lse2, _, cache = output
-    ctx.save_for_backward(q, k, scale, labels, query_ids, key_ids, row_lse2, col_lse2, cache)
+    ctx.save_for_backward(q, k, scale, labels, query_ids, key_ids, *output)
     ctx.options = exclude_self, tile
     ctx.set_materialize_grads(False)
 
 
 def _op_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    *features, row_lse2, col_lse2, cache = ctx.saved_tensors
+    inputs, outputs = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
     wants = ctx.needs_input_grad[:3]
-    out = _backward_op(*features, *ctx.options, row_lse2, col_lse2, cache, *grads[:3], *wants)
+    out = _backward_op(*inputs, *ctx.options, *outputs, *grads[:3], *wants)
     return (*(grad if wanted else None for grad, wanted in zip(out, wants, strict=True)), *[None] * 8)
 
 
@@ -381,7 +382,7 @@ class _OverRing(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, scale, labels, query_ids, key_ids, row_lse2, col_lse2, cache = ctx.saved_tensors
+        q, k, scale, labels, query_ids, key_ids, row_lse2, col_lse2, pos2, cache = ctx.saved_tensors
         exclude_self, tile = ctx.options
         row, col = (
             # What travels must be the same on every rank: a direction that nothing was built on has zero gradient.
@@ -397,7 +398,7 @@ class _OverRing(torch.autograd.Function):
                 PairRule(labels=labels, exclude_self=exclude_self, query_ids=query_ids, key_ids=key_ids),
                 row=row,
                 col=col,
-                pos_grad=None if labels is None else grads[2],
+                pos=None if labels is None or grads[2] is None else Positives(pos2, grads[2]),
                 wants=ctx.needs_input_grad[1:4],
                 tile=tile,
                 cache=cache,

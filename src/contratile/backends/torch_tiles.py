@@ -30,6 +30,13 @@ class Direction(NamedTuple):
         return Direction(self.lse2[index], self.grad[index])
 
 
+class Positives(NamedTuple):
+    """The positives' scores, as the forward pass read them, and the gradients of those."""
+
+    score2: Tensor  # [N]
+    grad: Tensor
+
+
 def forward(
     q: Tensor,
     k: Tensor | None,
@@ -72,7 +79,7 @@ def backward(
     *,
     row: Direction | None,
     col: Direction | None,
-    pos_grad: Tensor | None,
+    pos: Positives | None,
     dq: Tensor | None,
     dk: Tensor | None,
     dalpha: Tensor | None,
@@ -80,7 +87,7 @@ def backward(
 ) -> None:
     """Add this block's share to the gradients that are wanted: dq [N, D], dk [M, D], dalpha (0-d, fp64).
 
-        g_RC = row.grad * exp2(s - row.lse2) + col.grad * exp2(s - col.lse2) + pos_grad * [column is the positive]
+        g_RC = row.grad * exp2(s - row.lse2) + col.grad * exp2(s - col.lse2) + pos.grad * [column is the positive]
         dq  += alpha * g k        dk += g^T (alpha q)        dalpha += sum(g * s) / alpha
 
     `dk`, which every row block adds to, must have the accumulation dtype; `dq` may have the queries'. With
@@ -102,11 +109,10 @@ def backward(
             else:
                 s_RC = torch.mm(q_RD, k_CD.t(), out=ws.tile(2, tile) if keep_scores else g_RC)
                 rule.exclude_(s_RC, tile.rows, tile.cols)
-            _weigh(s_RC, g_RC, spare_RC, _sides(tile, row, col))
-            if pos_grad is not None:
-                for g, r, c in _orientations(g_RC, tile):
-                    column, inside = rule.positives(r, c)
-                    g.scatter_add_(1, column, torch.where(inside, pos_grad[r], 0).unsqueeze(1))
+            sides = _sides(tile, row, col)
+            _weigh(s_RC, g_RC, spare_RC, sides)
+            if pos is not None:
+                _weigh_positives(g_RC, tile, rule, sides, pos)
             if dq is not None:
                 dq_RD.addmm_(g_RC, k_CD)
             if dk is not None:
@@ -213,6 +219,26 @@ def _weigh(s_RC: Tensor, g_RC: Tensor, spare_RC: Tensor, sides: list[tuple[int, 
         _exp2(s_RC, side.lse2.unsqueeze(dim), out).mul_(side.grad.unsqueeze(dim))
     if len(sides) == 2:
         g_RC.add_(spare_RC)
+
+
+def _weigh_positives(
+    g_RC: Tensor, tile: Tile, rule: PairRule, sides: list[tuple[int, Direction]], pos: Positives
+) -> None:
+    """Add the positives' own gradient where they stand.
+
+    Late in training exp2(s - lse2) of a positive is 1 and this sum cancels to almost nothing. So the positives are
+    weighed again first, one by one: the shared exp2 rounds twice, which would be all that is left.
+    """
+    views = list(_orientations(g_RC, tile))
+    places = [rule.positives(r, c) for _, r, c in views]
+    for flipped, ((g, r, _), (column, inside)) in enumerate(zip(views, places, strict=True)):
+        exact = torch.zeros_like(pos.score2[r])
+        for dim, side in sides:
+            lse2, grad = side if dim != flipped else (x[column.squeeze(1)] for x in side)
+            exact.addcmul_(grad, (pos.score2[r] - lse2).exp2_())
+        g.scatter_(1, column, torch.where(inside.unsqueeze(1), exact.unsqueeze(1), g.gather(1, column)))
+    for (g, r, _), (column, inside) in zip(views, places, strict=True):
+        g.scatter_add_(1, column, torch.where(inside, pos.grad[r], 0).unsqueeze(1))
 
 
 class _Workspace:

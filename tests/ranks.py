@@ -1,0 +1,134 @@
+"""Process groups for the tests: real ranks on gloo, with hard time-outs and every rank's traceback.
+
+    results = pool(3).run(function, *args)      # function(*args) on ranks 0, 1, 2 of a running group
+    outcomes = fresh_group(2, function, ...)    # a group of its own, for tests that break it
+
+A function must be defined at the top of a module, as it travels to other processes by name. Pools are kept for the
+whole test session; a pool in which a test failed is replaced.
+"""
+
+import contextlib
+import datetime
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+class Outcome(NamedTuple):
+    """How a rank ended: its result, its traceback, or neither if it died or was killed at the time-out."""
+
+    ok: bool
+    result: Any
+    seconds: float
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve(rank: int, world: int, port: int, timeout: float, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
+    while True:
+        task = pipe.recv()
+        if task is None:
+            break
+        function, args = task
+        start = time.monotonic()
+        try:
+            outcome = Outcome(True, function(*args), time.monotonic() - start)
+        except BaseException:
+            outcome = Outcome(False, traceback.format_exc(), time.monotonic() - start)
+        pipe.send(outcome)
+    with contextlib.suppress(RuntimeError):
+        dist.destroy_process_group()
+
+
+class Pool:
+    """`world` ranks that run one function after the other."""
+
+    def __init__(self, world: int, *, timeout: float = 60.0) -> None:
+        context, port = mp.get_context("spawn"), free_port()
+        self.pipes, self.processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world, port, timeout, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        self.broken = False
+
+    def outcomes(self, function: Callable[..., Any], *args: Any, limit: float = 120.0) -> list[Outcome]:
+        """One outcome per rank, after at most `limit` seconds."""
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        start = time.monotonic()
+        found: dict[int, Outcome] = {}
+        while len(found) < len(self.pipes) and time.monotonic() - start < limit:
+            waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in found]
+            for pipe in wait(waiting, timeout=1.0):
+                rank = self.pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    found[rank] = self.pipes[rank].recv()
+                except EOFError:
+                    found[rank] = Outcome(False, "the process died", time.monotonic() - start)
+        late = Outcome(False, f"no answer within {limit} s", limit)
+        result = [found.get(rank, late) for rank in range(len(self.pipes))]
+        self.broken = self.broken or not all(outcome.ok for outcome in result)
+        return result
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """The results in rank order; fails with all tracebacks if a rank failed."""
+        outcomes = self.outcomes(function, *args)
+        bad = [f"--- rank {rank}\n{out.result}" for rank, out in enumerate(outcomes) if not out.ok]
+        assert not bad, "\n".join(bad)
+        return [outcome.result for outcome in outcomes]
+
+    def close(self) -> None:
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+            process.join(0.1 if self.broken else 10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+_pools: dict[int, Pool] = {}
+
+
+def pool(world: int) -> Pool:
+    """The session's pool of that size."""
+    if world in _pools and _pools[world].broken:
+        _pools.pop(world).close()
+    if world not in _pools:
+        _pools[world] = Pool(world)
+    return _pools[world]
+
+
+def close_pools() -> None:
+    while _pools:
+        _pools.popitem()[1].close()
+
+
+@contextlib.contextmanager
+def fresh_group(world: int, *, timeout: float) -> Iterator[Pool]:
+    """A group of its own with a short time-out, for tests that kill or stall a rank."""
+    group = Pool(world, timeout=timeout)
+    try:
+        yield group
+    finally:
+        group.broken = True
+        group.close()
