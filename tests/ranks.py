@@ -70,21 +70,23 @@ class Pool:
             self.processes.append(process)
         self.broken = False
 
-    def outcomes(self, function: Callable[..., Any], *args: Any, limit: float = 120.0) -> list[Outcome]:
-        """One outcome per rank, after at most `limit` seconds."""
+    def outcomes(
+        self, function: Callable[..., Any], *args: Any, limit: float = 120.0, ranks: tuple[int, ...] | None = None
+    ) -> list[Outcome]:
+        """One outcome per rank, after at most `limit` seconds or when all of `ranks` have answered."""
         for pipe in self.pipes:
             pipe.send((function, args))
         start = time.monotonic()
         found: dict[int, Outcome] = {}
-        while len(found) < len(self.pipes) and time.monotonic() - start < limit:
-            waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in found]
-            for pipe in wait(waiting, timeout=1.0):
-                rank = self.pipes.index(pipe)  # type: ignore[arg-type]
+        awaited = set(range(len(self.pipes)) if ranks is None else ranks)
+        while awaited - found.keys() and time.monotonic() - start < limit:
+            waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in found}
+            for rank in map(waiting.__getitem__, wait(list(waiting), timeout=1.0)):  # type: ignore[arg-type]
                 try:
                     found[rank] = self.pipes[rank].recv()
                 except EOFError:
                     found[rank] = Outcome(False, "the process died", time.monotonic() - start)
-        late = Outcome(False, f"no answer within {limit} s", limit)
+        late = Outcome(False, "no answer in time", limit)
         result = [found.get(rank, late) for rank in range(len(self.pipes))]
         self.broken = self.broken or not all(outcome.ok for outcome in result)
         return result
