@@ -1,0 +1,1 @@
+"""What `contratile bench` runs: contestants, a harness that is fair to them, recorded rows and their plots."""

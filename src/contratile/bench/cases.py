@@ -1,0 +1,279 @@
+"""The contestants: implementations of the symmetric contrastive loss, called the way their packages mean it.
+
+    step = CONTESTANTS["open_clip"].load()               # imports the package; ImportError if it is not there
+    value = step(image, text, scale)                     # forward and backward; gradients are in .grad
+
+Features are [N, D] leaves, scale is a 0-d leaf. A step leaves the gradients of all three (a package with a fixed
+scale leaves two). `matrices` is the number of N x N fp32 matrices alive at once, `linear` the number of floats
+per row besides: both measured, and used only to predict what cannot run.
+"""
+
+import contextlib
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from contratile import clip_loss
+
+MINI_BATCH = 1024
+Step = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contestant:
+    """One implementation."""
+
+    name: str
+    load: Callable[[], Step]
+    about: str
+    """One line: what is called and what is peculiar about it."""
+
+    matrices: float = 0.0
+    linear: int = 0
+    dtype: torch.dtype = torch.float32
+    package: str | None = None
+    """Its distribution, where that is not this one."""
+
+    def predicted_bytes(self, n: int, d: int) -> float:
+        return 4 * (self.matrices * n * n + (self.linear + 4 * d) * n)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """N pairs of unit features, of which a pair's own are a little more alike than others, and a scale."""
+
+    image: Tensor
+    text: Tensor
+    scale: Tensor
+
+    @classmethod
+    def make(cls, n: int, d: int, *, scale: float, dtype: torch.dtype = torch.float32) -> "Problem":
+        random = torch.Generator().manual_seed(n + d)
+        image = F.normalize(torch.randn(n, d, generator=random), dim=1)
+        text = torch.randn(n, d, generator=random).mul_(2 / d**0.5).add_(image)
+        text = F.normalize(text, dim=1, out=text)
+        image, text = image.to(dtype).requires_grad_(), text.to(dtype).requires_grad_()
+        return cls(image, text, torch.tensor(scale, requires_grad=True))
+
+    def clear(self) -> None:
+        self.image.grad = self.text.grad = self.scale.grad = None
+
+    def double(self) -> "Problem":
+        """The same numbers in fp64."""
+        image, text, scale = (x.detach().double().requires_grad_() for x in (self.image, self.text, self.scale))
+        return Problem(image, text, scale)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Packages warn and print while they are imported and compiled; a benchmark's reader did not ask them to."""
+    sink = io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def backward(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Step:
+    """The step of a loss: its value, and its gradients."""
+
+    def step(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+        value = loss(image, text, scale)
+        value.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        return value.detach()
+
+    return step
+
+
+def _dense() -> Step:
+    def loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+        logits = scale * image @ text.T
+        labels = torch.arange(len(logits))
+        return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+    return backward(loss)
+
+
+def _contratile() -> Step:
+    return backward(lambda image, text, scale: clip_loss(image, text, scale, group=None))
+
+
+def _contratile_cached() -> Step:
+    def loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+        return clip_loss(image, text, scale, group=None, cache_bytes=4 * len(image) * len(text))
+
+    return backward(loss)
+
+
+def _open_clip() -> Step:
+    _cure_torchvision()
+    from open_clip.loss import ClipLoss
+
+    return backward(ClipLoss())
+
+
+def _inf_cl_ring() -> Step:
+    """The paper's ring is written for two ranks or more: on one, its gradient would be sent over gloo to itself."""
+    import inf_cl.ring
+    import torch.distributed as dist
+
+    class Alone(inf_cl.ring.RingComm):  # type: ignore[misc]  # the package is not annotated
+        def send_recv(self, to_send: Tensor, recv_tensor: Tensor | None = None) -> Tensor:
+            return to_send
+
+        def commit(self) -> None: ...
+
+        def wait(self) -> None: ...
+
+    if not dist.is_initialized():
+        store = dist.HashStore()  # type: ignore[attr-defined]  # documented, not in __all__
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    if dist.get_world_size() == 1:
+        inf_cl.ring.RingComm = Alone
+
+    def loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+        d = image.shape[1]
+        head = 256 if d % 256 == 0 else d  # features are viewed as heads of this width
+        rows = inf_cl.ring.cal_ring_loss(image, text, scale=scale, head_dim=head)
+        cols = inf_cl.ring.cal_ring_loss(text, image, scale=scale, head_dim=head)
+        result: Tensor = (rows + cols) / 2
+        return result
+
+    return backward(loss)
+
+
+def _sentence_transformers() -> Step:
+    """The loss stage of the cached loss: chunks of rows, each run backward at once, gradients in place."""
+    _cure_torchvision()
+    from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
+    from sentence_transformers.util import dot_score
+
+    model: Any = torch.nn.Sequential(torch.nn.Identity())  # embeddings are given: no model is run
+
+    @cache
+    def module(scale: float) -> Any:
+        return CachedMultipleNegativesRankingLoss(
+            model,
+            scale=scale,
+            similarity_fct=dot_score,
+            mini_batch_size=MINI_BATCH,
+            directions=("query_to_doc", "doc_to_query"),
+            partition_mode="per_direction",
+        )
+
+    def chunks(x: Tensor) -> list[Tensor]:
+        """The mini-batches of embeddings that the package holds, their gradients views into that of x."""
+        x.grad = torch.zeros_like(x)
+        parts = []
+        for part, grad in zip(torch.split(x.detach(), MINI_BATCH), torch.split(x.grad, MINI_BATCH), strict=True):
+            part.requires_grad_().grad = grad
+            parts.append(part)
+        return parts
+
+    def step(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+        value: Tensor = module(scale.item()).calculate_loss([chunks(image), chunks(text)], with_backward=True)
+        return value
+
+    return step
+
+
+def _cut_ce() -> Step:
+    from cut_cross_entropy import linear_cross_entropy
+
+    def loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+        labels = torch.arange(len(image))
+        rows = linear_cross_entropy(scale * image, text, labels, impl="torch_compile")
+        cols = linear_cross_entropy(scale * text, image, labels, impl="torch_compile")
+        result: Tensor = (rows + cols) / 2
+        return result
+
+    return backward(loss)
+
+
+def _keops() -> Step:
+    import pykeops
+    from pykeops.torch import LazyTensor
+
+    pykeops.set_verbose(False)
+
+    def loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+        query = scale * image
+        scores = (LazyTensor(query[:, None, :]) * LazyTensor(text[None, :, :])).sum(-1)
+        lse = scores.logsumexp(dim=1).view(-1) + scores.logsumexp(dim=0).view(-1)
+        result: Tensor = (lse / 2 - (query * text).sum(1)).mean()
+        return result
+
+    return backward(loss)
+
+
+@cache
+def _cure_torchvision() -> object:
+    """A CUDA build of torchvision beside a CPU build of torch lacks two operators and cannot be imported.
+
+    The cache keeps the library, and with it the operators, alive.
+    """
+    library: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+    for operator in ("nms", "qnms"):
+        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library
+
+
+_ALL = (
+    Contestant(name="contratile", load=_contratile, about="clip_loss: 4 products, no scores kept", linear=16),
+    Contestant(
+        name="contratile_cached",
+        load=_contratile_cached,
+        about="clip_loss with cache_bytes for all tiles: 3 products",
+        matrices=1.0,
+    ),
+    Contestant(
+        name="contratile_bf16",
+        load=_contratile,
+        about="clip_loss on bfloat16 features",
+        dtype=torch.bfloat16,
+    ),
+    Contestant(name="dense", load=_dense, about="one logits matrix, two cross entropies: 3 products", matrices=4.0),
+    Contestant(
+        name="open_clip",
+        load=_open_clip,
+        about="ClipLoss(): two logits matrices, 6 products",
+        matrices=4.1,
+        package="open_clip_torch",
+    ),
+    Contestant(
+        name="inf_cl_ring",
+        load=_inf_cl_ring,
+        about="cal_ring_loss per direction, PyTorch path of the paper's package on one rank: 8 products",
+        matrices=3.9,
+        package="inf-cl",
+    ),
+    Contestant(
+        name="sentence_transformers",
+        load=_sentence_transformers,
+        about=f"CachedMultipleNegativesRankingLoss, both directions, mini-batch {MINI_BATCH}, fixed scale: 6 products",
+        linear=11 * MINI_BATCH,
+        package="sentence-transformers",
+    ),
+    Contestant(
+        name="cut_ce",
+        load=_cut_ce,
+        about="linear_cross_entropy per direction, impl=torch_compile (its kernels need CUDA): 6 products",
+        matrices=2.2,
+        package="cut-cross-entropy",
+    ),
+    Contestant(
+        name="keops",
+        load=_keops,
+        about="LazyTensor log-sum-exps, compiled per D on first use",
+        package="pykeops",
+    ),
+)
+
+CONTESTANTS = {contestant.name: contestant for contestant in _ALL}
+PACKAGES = tuple(contestant.package for contestant in _ALL if contestant.package)

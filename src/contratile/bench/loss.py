@@ -1,0 +1,243 @@
+"""The run: time, memory and errors of every contestant at every size.
+
+    recording = run(LossConfig(sizes=(1024, 2048), dims=(256,)), command="...")
+    save(recording, config.out)
+
+A contestant that is not installed, fails, would take too long or does not fit becomes a row that says so.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from contratile import reference
+from contratile.bench import memory
+from contratile.bench.cases import CONTESTANTS, PACKAGES, Problem, Step, quiet
+from contratile.bench.harness import GemmLimit, Timing, describe, environment, interleave
+from contratile.bench.rows import Recording, Row
+from contratile.errors import bad_value, check_count
+
+EXACT_UP_TO = 2048
+"""Errors are taken at the size itself up to here, and at SAMPLE beyond: the fp64 oracle is dense."""
+SAMPLE = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """Time, memory and accuracy of the symmetric contrastive loss, forward and backward, against other packages."""
+
+    sizes: tuple[int, ...] = (1024, 2048, 4096, 8192)
+    """Batch sizes N to time."""
+
+    memory_sizes: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768)
+    """Batch sizes N whose peak memory is measured; may go beyond those that are timed."""
+
+    dims: tuple[int, ...] = (512,)
+    """Feature sizes D."""
+
+    contestants: tuple[str, ...] = tuple(CONTESTANTS)
+    """Who takes part. Packages that are not installed get a row that says so."""
+
+    rounds: int = 5
+    """Turns of each contestant at each size; the best and the median are reported."""
+
+    scale: float = 14.3
+    """Factor on the scores (the inverse temperature)."""
+
+    threads: int = torch.get_num_threads()
+    """Threads of torch."""
+
+    patience: float = 60.0
+    """Seconds: a step that is predicted, from smaller sizes, to take longer is skipped."""
+
+    out: Path = Path("bench-loss")
+    """Folder for loss.csv, loss.json, loss_memory.png and loss_time.png."""
+
+    quick: bool = False
+    """Smaller defaults, done in two minutes; other options still apply on top."""
+
+    def __post_init__(self) -> None:
+        for name, values in (("sizes", self.sizes), ("memory_sizes", self.memory_sizes), ("dims", self.dims)):
+            for value in values:
+                check_count(name, value, least=1)
+        check_count("rounds", self.rounds, least=1)
+        check_count("threads", self.threads, least=1)
+        if not self.scale > 0:
+            bad_value("scale", expected="a positive number", got=self.scale, remedy="CLIP starts at 14.3.")
+        for name in ("dims", "contestants"):
+            if not getattr(self, name):
+                bad_value(name, expected="at least one", got="none", remedy="Leave it out for the default.")
+
+
+QUICK = LossConfig(
+    sizes=(1024, 2048, 4096),
+    memory_sizes=(1024, 4096, 16384),
+    dims=(256,),
+    contestants=("contratile", "contratile_cached", "dense", "open_clip"),
+    rounds=3,
+    patience=10.0,
+    quick=True,
+)
+
+Notify = Callable[[str], None]
+
+
+class Errors(NamedTuple):
+    """Relative errors against fp64 on a problem of n pairs."""
+
+    value: float
+    grad: float
+    n: int
+
+
+def run(config: LossConfig, *, command: str, notify: Notify = lambda text: None) -> Recording:
+    """Measure everything that the config asks for."""
+    torch.set_num_threads(config.threads)
+    facts = environment(PACKAGES)
+    rows: list[Row] = []
+    sizes = sorted({*config.sizes, *config.memory_sizes})
+    total = len(config.dims) * len(sizes) * len(config.contestants)
+    for d in config.dims:
+        bench = _Dimension(config, d, lambda text: notify(f"{len(rows)} of {total} rows done · {text}"))
+        for n in sizes:
+            timed = bench.time(n) if n in config.sizes else {}
+            for name in config.contestants:
+                rows.append(_row(config, bench, name, n, timed, facts, command))
+    return Recording(tuple(rows), facts, command)
+
+
+class _Dimension:
+    """The contestants at one D, and what is learned about them from size to size."""
+
+    def __init__(self, config: LossConfig, d: int, notify: Notify) -> None:
+        self.config, self.d, self.notify = config, d, notify
+        self.steps: dict[str, Step] = {}
+        self.failed: dict[str, str] = {}
+        self.pace: dict[str, float] = {}  # seconds per pair of rows
+        self.errors: dict[tuple[str, int], Errors] = {}
+        for name in config.contestants:
+            if name not in CONTESTANTS:
+                self.failed[name] = f"unknown contestant (there are {', '.join(CONTESTANTS)})"
+                continue
+            notify(f"loading {name}")
+            try:
+                with quiet():
+                    self.steps[name] = CONTESTANTS[name].load()
+            except Exception as error:
+                self.failed[name] = describe(error)
+
+    def obstacle(self, name: str, n: int) -> str | None:
+        """Why this contestant cannot run at this size, if so."""
+        if name in self.failed:
+            return self.failed[name]
+        expected = self.pace.get(name, 0.0) * n * n
+        if expected > self.config.patience:
+            return f"skipped (a step would take about {expected:.0f} s)"
+        return memory.refused(name, n, self.d)
+
+    def time(self, n: int) -> dict[str, Timing]:
+        """Errors, a warm-up, then the rounds."""
+        runs: dict[str, Callable[[], object]] = {}
+        problems: dict[torch.dtype, Problem] = {}
+        for name in self.steps:
+            if self.obstacle(name, n):
+                continue
+            try:
+                with quiet():
+                    self.notify(f"{name}: errors against fp64")
+                    self._check(name, n if n <= EXACT_UP_TO else SAMPLE)
+                    self.notify(f"{name}: warm-up at N={n} D={self.d}")
+                    dtype = CONTESTANTS[name].dtype
+                    if dtype not in problems:
+                        problems[dtype] = self._problem(n, dtype)
+                    runs[name] = _bound(self.steps[name], problems[dtype])
+                    runs[name]()
+            except Exception as error:
+                runs.pop(name, None)
+                self.failed[name] = describe(error)
+        limit = GemmLimit(n, self.d)
+        where = f" at N={n} D={self.d}"
+        timings = interleave(runs, limit, rounds=self.config.rounds, notify=lambda text: self.notify(text + where))
+        for name, timing in timings.items():
+            if timing.failure:
+                self.failed[name] = timing.failure
+            else:
+                self.pace[name] = timing.best / n**2
+        return timings
+
+    def _problem(self, n: int, dtype: torch.dtype) -> Problem:
+        return Problem.make(n, self.d, scale=self.config.scale, dtype=dtype)
+
+    def _check(self, name: str, n: int) -> None:
+        if (name, n) in self.errors:
+            return
+        problem = self._problem(n, CONTESTANTS[name].dtype)
+        exact = problem.double()
+        value = self.steps[name](problem.image, problem.text, problem.scale)
+        truth = reference.clip_loss(exact.image, exact.text, exact.scale)
+        truth.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        pairs = ((problem.image.grad, exact.image.grad), (problem.text.grad, exact.text.grad))
+        grad = max(_relative(got, true) for got, true in pairs if got is not None and true is not None)
+        self.errors[name, n] = Errors(_relative(value, truth.detach()), grad, n)
+
+
+def _bound(step: Step, problem: Problem) -> Callable[[], object]:
+    """A step on a problem, whose gradients are dropped before each call, as an optimiser would."""
+
+    def call() -> Tensor:
+        problem.clear()
+        return step(problem.image, problem.text, problem.scale)
+
+    return call
+
+
+def _relative(got: Tensor, true: Tensor) -> float:
+    return ((got.double() - true).abs().max() / true.abs().max()).item()
+
+
+def _row(
+    config: LossConfig,
+    bench: _Dimension,
+    name: str,
+    n: int,
+    timed: dict[str, Timing],
+    facts: dict[str, str],
+    command: str,
+) -> Row:
+    timing = timed.get(name)
+    done = timing if timing is not None and timing.steps else None
+    obstacle = bench.failed.get(name) if done else bench.obstacle(name, n)
+    status = obstacle or ("ok" if n in config.sizes else "memory only")
+    peak = memory.Peak(status)
+    if n in config.memory_sizes and obstacle is None:
+        bench.notify(f"{name}: peak memory at N={n} D={bench.d}, in a process of its own")
+        patience = 120 + 10 * config.patience  # it imports and compiles for itself
+        peak = memory.measure(name, n, bench.d, scale=config.scale, threads=config.threads, timeout=patience)
+        status = status if peak.status == "ok" else peak.status
+    ours = timed.get("contratile")
+    errors = bench.errors.get((name, n if n <= EXACT_UP_TO else SAMPLE)) if n in config.sizes else None
+    return Row(
+        contestant=name,
+        n=n,
+        d=bench.d,
+        dtype=str(CONTESTANTS[name].dtype).removeprefix("torch.") if name in CONTESTANTS else "",
+        status=status,
+        seconds_best=done.best if done else None,
+        seconds_median=done.median if done else None,
+        limit_seconds=done.limit if done else None,
+        percent_of_limit=done.percent_of_limit if done else None,
+        ratio_to_contratile=done.best / ours.best if done and ours and ours.steps else None,
+        peak_extra_mib=peak.mib,
+        error_value=errors.value if errors else None,
+        error_grad=errors.grad if errors else None,
+        error_n=errors.n if errors else None,
+        commit=facts["commit"],
+        threads=config.threads,
+        torch=facts["torch"],
+        cpu=facts["cpu"],
+        command=command,
+    )

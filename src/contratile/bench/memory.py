@@ -1,0 +1,134 @@
+"""Peak memory of one step, measured in a process of its own.
+
+    python -m contratile.bench.memory --contestant dense --n 4096 --d 512
+
+prints one JSON object, {"status": "ok", "peak_extra_mib": 193.2}: resident memory at its highest during the step,
+less what was resident before it (features included), less the gradients that it returns. Linux only, as it needs
+the resettable high-water mark of /proc/self.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from contratile.bench.cases import CONTESTANTS, Problem, quiet
+from contratile.bench.harness import GiB, describe, memory_bytes
+
+MiB = 1 << 20
+WARM_UP = 256
+USABLE = 0.9
+"""Part of the available memory that a point may ask for."""
+
+
+class Peak(NamedTuple):
+    """What a memory point came to."""
+
+    status: str
+    mib: float | None = None
+
+
+def measure(contestant: str, n: int, d: int, *, scale: float, threads: int, timeout: float) -> Peak:
+    """A point in a fresh process; what would not fit is predicted instead of tried."""
+    refusal = refused(contestant, n, d)
+    if refusal:
+        return Peak(refusal)
+    words = f"--contestant {contestant} --n {n} --d {d} --scale {scale} --threads {threads}".split()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "contratile.bench.memory", *words], capture_output=True, text=True, timeout=timeout
+        )
+    except subprocess.TimeoutExpired:
+        return Peak(f"memory: no result after {timeout:.0f} s")
+    if done.returncode == -9:
+        return Peak("out of memory (killed by the system)")
+    try:
+        answer = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        return Peak(f"memory: process ended with code {done.returncode}")
+    return Peak(answer["status"], answer["peak_extra_mib"])
+
+
+def refused(contestant: str, n: int, d: int) -> str | None:
+    """The status of a step that this machine has no memory for, or None if it may run."""
+    needed, available = CONTESTANTS[contestant].predicted_bytes(n, d), memory_bytes("MemAvailable")
+    if available and needed > USABLE * available:
+        return f"out of memory (predicted {needed / GiB:.1f} GiB)"
+    return None
+
+
+def peak(contestant: str, n: int, d: int, scale: float) -> Peak:
+    """The measurement, in this process."""
+    if not Path("/proc/self/clear_refs").exists():
+        return Peak("memory: needs Linux (/proc/self/clear_refs)")
+    case = CONTESTANTS[contestant]
+    try:
+        with quiet():
+            step = case.load()
+            # Threads, workspaces of BLAS and compiled code are there before the first step of any size.
+            for rows in (WARM_UP // 2, WARM_UP):
+                small = Problem.make(rows, d, scale=scale, dtype=case.dtype)
+                step(small.image, small.text, small.scale)
+            del small
+            problem = Problem.make(n, d, scale=scale, dtype=case.dtype)
+            _trim()
+            _limit_address_space()
+            try:
+                Path("/proc/self/clear_refs").write_text("5")
+            except OSError:
+                return Peak("memory: /proc/self/clear_refs is not writable")
+            before = _status_bytes("VmRSS")
+            step(problem.image, problem.text, problem.scale)
+            after = _status_bytes("VmHWM")
+    except Exception as error:
+        return Peak(describe(error))
+    leaves = (problem.image, problem.text, problem.scale)
+    gradients = sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None)
+    return Peak("ok", max(0.0, (after - before - gradients) / MiB))
+
+
+def _status_bytes(entry: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(entry + ":"))
+
+
+def _trim() -> None:
+    """Give freed memory back, so that the step cannot hide its own in it."""
+    gc.collect()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        pass  # not glibc
+
+
+def _limit_address_space() -> None:
+    """A step that asks for more than the machine has gets an exception, not the machine's other processes killed."""
+    import resource
+
+    ceiling = _status_bytes("VmSize") + int(USABLE * memory_bytes("MemAvailable"))
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard == resource.RLIM_INFINITY or ceiling < hard:
+        resource.setrlimit(resource.RLIMIT_AS, (ceiling, hard))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m contratile.bench.memory", description=__doc__)
+    parser.add_argument("--contestant", choices=CONTESTANTS, required=True)
+    parser.add_argument("--n", type=int, required=True)
+    parser.add_argument("--d", type=int, required=True)
+    parser.add_argument("--scale", type=float, default=14.3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    status, mib = peak(options.contestant, options.n, options.d, options.scale)
+    print(json.dumps({"status": status, "peak_extra_mib": mib}))
+
+
+if __name__ == "__main__":
+    main()
