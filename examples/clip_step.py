@@ -33,7 +33,9 @@ def main(batch: int = 16384, features: int = 64, width: int = 32) -> None:
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-        print(f"step {step}: loss {loss.item():.4f} (log N = {math.log(batch):.4f}), scale {log_scale.exp().item():.2f}")
+        print(
+            f"step {step}: loss {loss.item():.4f} (log N = {math.log(batch):.4f}), scale {log_scale.exp().item():.2f}"
+        )
 
 
 if __name__ == "__main__":

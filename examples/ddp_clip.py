@@ -41,7 +41,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def train(model: nn.Module, rank: int, world: int, *, verbose: bool) -> None:
-    optimiser = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step, (images, texts) in enumerate(batches()):
         mine = slice(rank, None, world)  # every world-th pair
         loss = ct.clip_loss(*model(images[mine], texts[mine]), group="auto" if world > 1 else None)
@@ -66,7 +66,7 @@ def main() -> None:
 
     alone = Towers()
     train(alone, 0, 1, verbose=False)
-    gap = max(float((x - y).abs().max()) for x, y in zip(model.parameters(), alone.parameters(), strict=True))
+    gap = max((x - y).abs().max().item() for x, y in zip(model.parameters(), alone.parameters(), strict=True))
     if rank == 0:
         print(f"{world} rank{'s' * (world > 1)} against one process: parameters differ by at most {gap:.1e}")
     if world > 1:

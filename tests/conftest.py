@@ -1,10 +1,14 @@
-"""Ends the ranks that tests started."""
+"""One thread per process, and an end for the ranks that tests started."""
 
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.ranks import close_pools
+
+# The tensors of the tests are small: more threads would only wait for each other, on a busy machine most of all.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)

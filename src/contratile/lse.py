@@ -57,6 +57,8 @@ def pair_stats(
     `key=None` stands for the queries: row and column statistics are then the same thing, returned as both.
     """
     if engine.backend == "dense":
+        if rule.labels is not None:
+            _check_labels(rule.labels, len(query if key is None else key))
         return reference.pair_stats(
             query,
             key,
@@ -68,6 +70,8 @@ def pair_stats(
             rows=rows,
             cols=cols,
         )
+    if key is None and rule.labels is not None and rule.query_ids is not None:
+        key = query  # a positive is spared for its own query only, so the pairs that count need not be symmetric
     if not isinstance(scale, Tensor):
         scale = torch.tensor(scale, dtype=accumulation_dtype(query.dtype), device=query.device)
     inputs = [query, scale] if key is None else [query, key, scale]
@@ -79,7 +83,9 @@ def pair_stats(
     )
     outputs = _forward_op(*arguments) if engine.ring.team.size == 1 else _over_ring(engine.ring, *arguments)
     row_lse, col_lse, pos = (x * LN2 for x in outputs[:3])
-    return PairStats(row_lse, row_lse if key is None and cols else col_lse, pos)
+    if key is None:
+        return PairStats(row_lse if rows else col_lse, row_lse if cols else col_lse, pos)
+    return PairStats(row_lse, col_lse, pos)
 
 
 def _forward(
@@ -418,7 +424,7 @@ def _solo(key: Tensor) -> Ring:
 def _alpha(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The scale of base-2 scores. At scale 0 a factor too small to change any exp2 keeps dscale computable."""
     alpha = scale.to(dtype) * LOG2E
-    return torch.where(alpha == 0, 2.0**-40 if dtype == torch.float32 else 2.0**-80, alpha)
+    return torch.where(alpha == 0, 2.0**-70 if dtype == torch.float32 else 2.0**-200, alpha)
 
 
 def _direction(lse2: Tensor, grad: Tensor | None) -> Direction | None:

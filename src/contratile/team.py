@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 
-from contratile.errors import bad_type
+from contratile.errors import bad_type, bad_value
 
 # A string: PyTorch builds without torch.distributed have no ProcessGroup.
 Group: TypeAlias = "dist.ProcessGroup | Literal['auto'] | None"
@@ -58,6 +58,9 @@ class Team:
     def of(cls, group: Group) -> Team:
         if group is None:
             return ALONE
+        if isinstance(group, str) and group != "auto":
+            remedy = "Pass None for this process alone."
+            bad_value("group", expected='"auto", None or a process group', got=repr(group), remedy=remedy)
         if not dist.is_available() or not dist.is_initialized():
             if group == "auto":
                 return ALONE

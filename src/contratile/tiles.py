@@ -1,7 +1,7 @@
 """The tile plan: how an N x M score matrix is cut into tiles, in pure integers.
 
     >>> print(plan_tiles(8192, 8192, 512))
-    8192 x 8192 x 512 in 8 x 8 tiles of 1024 x 1024, workspace 16.0 MiB
+    8192 x 8192 x 512 in 64 tiles of 1024 x 1024, workspace 18.0 MiB
 
 A tile has to be small enough that its passes (maximum, exp2, sums) run from cache and large enough that its
 matrix products run at full speed. The plan depends on nothing but its arguments, so forward and backward, which

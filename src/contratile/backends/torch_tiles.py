@@ -62,11 +62,11 @@ def forward(
         for tile in plan.tiles_of(rows):
             s_RC = _cached(cache, tile) if tile.end <= len(cache) else ws.tile(0, tile)
             torch.mm(q_RD, ws.key(key, tile.cols).t(), out=s_RC)
-            rule.exclude_(s_RC, tile.rows, tile.cols)
             if pos is not None:
                 for s, r, c in _orientations(s_RC, tile):
                     column, inside = rule.positives(r, c)
                     pos[r] = torch.where(inside, s.gather(1, column).squeeze(1), pos[r])
+            rule.exclude_(s_RC, tile.rows, tile.cols)
             shift = _accumulate(s_RC, ws.tile(1, tile), _sides(tile, row_stats, col_stats), shift)
 
 
@@ -193,7 +193,7 @@ def _accumulate(s_RC: Tensor, e_RC: Tensor, sides: list[tuple[int, Stats]], shif
         totals = [e_RC.sum(dim) for dim, _ in sides]
         low, high = (bound.item() for bound in torch.cat(totals).aminmax())
         limit = 2 ** _SPAN[s_RC.dtype]
-        if 1 / limit <= low and high <= limit * limit:
+        if 1 / limit <= low and high <= limit**1.5:  # and room for the sums of many tiles
             for (_, stats), total in zip(sides, totals, strict=True):
                 stats.merge_(shift, total)
             return shift
@@ -236,7 +236,9 @@ def _weigh_positives(
         for dim, side in sides:
             lse2, grad = side if dim != flipped else (x[column.squeeze(1)] for x in side)
             exact.addcmul_(grad, (pos.score2[r] - lse2).exp2_())
-        g.scatter_(1, column, torch.where(inside.unsqueeze(1), exact.unsqueeze(1), g.gather(1, column)))
+        shared = g.gather(1, column)
+        counts = inside.unsqueeze(1) & (shared != 0)  # a positive that is excluded from the sums has no share in them
+        g.scatter_(1, column, torch.where(counts, exact.unsqueeze(1), shared))
     for (g, r, _), (column, inside) in zip(views, places, strict=True):
         g.scatter_add_(1, column, torch.where(inside, pos.grad[r], 0).unsqueeze(1))
 
