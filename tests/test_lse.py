@@ -123,12 +123,27 @@ def test_scale_alone_takes_its_gradient_under_a_rule(name: str) -> None:
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-12, atol=0.0)
 
 
+def dense_(query: Tensor, scale: Tensor, rule: dict[str, Any]) -> reference.PairStats:
+    return reference.pair_stats(query, None, scale, **rule)
+
+
 def test_positive_is_the_score_even_where_the_pair_is_excluded() -> None:
     query = features(11, 4, seed=1)
     rule: dict[str, Any] = {"exclude_self": True, "labels": torch.arange(11)}
     got = pair_stats(query, None, 2.0, PairRule(**rule), tile=4)
     expected = reference.pair_stats(query, None, 2.0, **rule)
     assert torch.allclose(got.pos, expected.pos) and torch.allclose(got.row_lse, expected.row_lse)
+    for wants in (True, False):  # with a feature gradient, and the scale's alone
+        grads = []
+        for function in (
+            lambda q, s: pair_stats(q, None, s, PairRule(**rule), tile=4),
+            lambda q, s: dense_(q, s, rule),
+        ):
+            leaf, scale = query.clone().requires_grad_(wants), torch.tensor(2.0, requires_grad=True)
+            stats = function(leaf, scale)
+            (stats.row_lse - stats.pos).sum().backward()
+            grads.append([scale.grad, leaf.grad] if wants else [scale.grad])
+        torch.testing.assert_close(grads[0], grads[1])
 
 
 @pytest.mark.parametrize("side", ["row", "column"])

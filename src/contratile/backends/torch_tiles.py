@@ -85,7 +85,7 @@ def backward(
     dalpha: Tensor | None,
     cache: Tensor,
 ) -> None:
-    """Add this block's share to the gradients that are wanted: dq [N, D], dk [M, D], dalpha (0-d, fp64).
+    """Add this block's share to the gradients that are wanted: dq [N, D], dk [M, D], dalpha (0-d).
 
         g_RC = row.grad * exp2(s - row.lse2) + col.grad * exp2(s - col.lse2) + pos.grad * [column is the positive]
         dq  += alpha * g k        dk += g^T (alpha q)        dalpha += sum(g * s) / alpha
@@ -118,8 +118,11 @@ def backward(
             if dk is not None:
                 dk[tile.cols].addmm_(g_RC.t(), q_RD)
             if dalpha is not None and keep_scores:
-                # An excluded pair has s = -inf and g = 0: its product is 0, not NaN.
+                # An excluded pair has s = -inf and g = 0: its product is 0, not NaN. Positives always have a score.
                 torch.clamp(s_RC, min=lowest(s_RC.dtype), out=spare_RC)
+                if pos is not None and rule.excludes:
+                    for s, r, c in _orientations(spare_RC, tile):
+                        _put(s, rule.positives(r, c), pos.score2[r])
                 dalpha += spare_RC.mul_(g_RC).sum() / alpha
         if dalpha is not None and not keep_scores:
             dalpha += torch.dot(q_RD.flatten(), dq_RD.flatten()) / alpha
@@ -236,11 +239,16 @@ def _weigh_positives(
         for dim, side in sides:
             lse2, grad = side if dim != flipped else (x[column.squeeze(1)] for x in side)
             exact.addcmul_(grad, (pos.score2[r] - lse2).exp2_())
-        shared = g.gather(1, column)
-        counts = inside.unsqueeze(1) & (shared != 0)  # a positive that is excluded from the sums has no share in them
-        g.scatter_(1, column, torch.where(counts, exact.unsqueeze(1), shared))
+        shared = g.gather(1, column).squeeze(1)
+        _put(g, (column, inside & (shared != 0)), exact)  # an excluded positive has no share in the sums
     for (g, r, _), (column, inside) in zip(views, places, strict=True):
         g.scatter_add_(1, column, torch.where(inside, pos.grad[r], 0).unsqueeze(1))
+
+
+def _put(x: Tensor, place: tuple[Tensor, Tensor], values: Tensor) -> None:
+    """Write one value per row at its column, where the place is valid."""
+    column, valid = place
+    x.scatter_(1, column, torch.where(valid, values, x.gather(1, column).squeeze(1)).unsqueeze(1))
 
 
 class _Workspace:
