@@ -3,6 +3,8 @@
 # mypy: allow-untyped-calls
 # (torch does not annotate all that is called here.)
 
+from random import Random
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -37,10 +39,10 @@ def exact(logits: Tensor) -> Tensor:
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 1000),
 )
-def test_merge_in_any_order(centres: list[float], spread: float, order: object, dtype: torch.dtype, seed: int) -> None:
+def test_merge_in_any_order(centres: list[float], spread: float, order: Random, dtype: torch.dtype, seed: int) -> None:
     blocks = [randn(3, 5, seed=seed + i).to(dtype) * spread + centre for i, centre in enumerate(centres)]
     shuffled = list(blocks)
-    order.shuffle(shuffled)  # type: ignore[attr-defined]
+    order.shuffle(shuffled)
     truth = exact(torch.cat(blocks, 1))
     for sequence in (blocks, shuffled, blocks[::-1]):
         stats = empty(3, dtype)
