@@ -43,6 +43,7 @@ def extra_bytes(n: int, d: int, dtype: str = "float32", backend: str = "torch") 
     return int(done.stdout)
 
 
+@pytest.mark.timeout(900)  # seconds alone, minutes on a busy machine
 def test_memory_does_not_grow_with_the_scores() -> None:
     """The scores would take 256 MiB, 1 GiB and 4 GiB."""
     sizes = [8192, 16384, 32768]

@@ -10,8 +10,6 @@ an autograd function with two ring passes: keys and column statistics forward, k
 Inside everything is in base 2; the natural logarithm appears where the results leave.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -244,8 +242,7 @@ def _forward_op(
     ring = _solo(q if k is None else k)
     if labels is not None:
         _check_labels(labels, ring.sizes[0])
-    with _full_precision(q):
-        return _forward(ring, q, k, scale, rule, rows=rows, cols=cols, tile=tile, cache_bytes=cache_bytes)
+    return _forward(ring, q, k, scale, rule, rows=rows, cols=cols, tile=tile, cache_bytes=cache_bytes)
 
 
 @_forward_op.register_fake
@@ -294,20 +291,19 @@ def _backward_op(
     wants_scale: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dscale; empty where not wanted."""
-    with _full_precision(q):
-        dq, dk, dscale = _backward(
-            _solo(q if k is None else k),
-            q,
-            k,
-            scale,
-            PairRule(labels=labels, exclude_self=exclude_self, query_ids=query_ids, key_ids=key_ids),
-            row=_direction(row_lse2, row_grad) if len(row_lse2) else None,
-            col=_direction(col_lse2, col_grad) if len(col_lse2) else None,
-            pos=None if labels is None or pos_grad is None else Positives(pos2, pos_grad),
-            wants=(wants_q, wants_k, wants_scale),
-            tile=tile,
-            cache=cache,
-        )
+    dq, dk, dscale = _backward(
+        _solo(q if k is None else k),
+        q,
+        k,
+        scale,
+        PairRule(labels=labels, exclude_self=exclude_self, query_ids=query_ids, key_ids=key_ids),
+        row=_direction(row_lse2, row_grad) if len(row_lse2) else None,
+        col=_direction(col_lse2, col_grad) if len(col_lse2) else None,
+        pos=None if labels is None or pos_grad is None else Positives(pos2, pos_grad),
+        wants=(wants_q, wants_k, wants_scale),
+        tile=tile,
+        cache=cache,
+    )
     return (
         q.new_empty(0) if dq is None else dq,
         q.new_empty(0) if dk is None else dk,
@@ -378,8 +374,7 @@ class _OverRing(torch.autograd.Function):
     def forward(ctx: Any, ring: Ring, *inputs: Any) -> tuple[Tensor, ...]:
         q, k, scale, labels, query_ids, key_ids, exclude_self, rows, cols, tile, cache_bytes = inputs
         rule = PairRule(labels=labels, exclude_self=exclude_self, query_ids=query_ids, key_ids=key_ids)
-        with _full_precision(q):
-            out = _forward(ring, q, k, scale, rule, rows=rows, cols=cols, tile=tile, cache_bytes=cache_bytes)
+        out = _forward(ring, q, k, scale, rule, rows=rows, cols=cols, tile=tile, cache_bytes=cache_bytes)
         _setup_context(ctx, inputs, out)
         ctx.ring, ctx.sides = ring, (rows, cols)
         ctx.mark_non_differentiable(out[3])
@@ -395,20 +390,19 @@ class _OverRing(torch.autograd.Function):
             _direction(lse2, torch.zeros_like(lse2) if grad is None else grad) if used else None
             for used, lse2, grad in zip(ctx.sides, (row_lse2, col_lse2), grads[:2], strict=True)
         )
-        with _full_precision(q):
-            out = _backward(
-                ctx.ring,
-                q,
-                k,
-                scale,
-                PairRule(labels=labels, exclude_self=exclude_self, query_ids=query_ids, key_ids=key_ids),
-                row=row,
-                col=col,
-                pos=None if labels is None or grads[2] is None else Positives(pos2, grads[2]),
-                wants=ctx.needs_input_grad[1:4],
-                tile=tile,
-                cache=cache,
-            )
+        out = _backward(
+            ctx.ring,
+            q,
+            k,
+            scale,
+            PairRule(labels=labels, exclude_self=exclude_self, query_ids=query_ids, key_ids=key_ids),
+            row=row,
+            col=col,
+            pos=None if labels is None or grads[2] is None else Positives(pos2, grads[2]),
+            wants=ctx.needs_input_grad[1:4],
+            tile=tile,
+            cache=cache,
+        )
         return None, *out, *[None] * 8
 
 
@@ -440,13 +434,3 @@ def _check_labels(labels: Tensor, m: int) -> None:
             bad_value("labels", expected=f"indices from 0 to {m - 1}", got=f"{low} to {high}", remedy=remedy)
     else:
         torch._assert_async(((labels >= 0) & (labels < m)).all())  # an accelerator reports without being stalled
-
-
-@contextmanager
-def _full_precision(q: Tensor) -> Iterator[None]:
-    """Features keep the dtype they arrive in: autocast must not round the tiles."""
-    if not torch.is_autocast_enabled(q.device.type):
-        yield
-        return
-    with torch.autocast(q.device.type, enabled=False):
-        yield

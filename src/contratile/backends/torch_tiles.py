@@ -6,7 +6,8 @@ Shapes: N queries, M keys, D features; a tile has R rows and C columns. Everythi
 
 One tile costs one product forward and up to three backward (scores again, query gradient, key gradient), and
 serves both directions. `forward` adds a block of keys to running statistics and `backward` adds its share to
-running gradients, so a ring calls them once per visiting block and one process calls them once.
+running gradients, so a ring calls them once per visiting block and one process calls them once. Products are
+written in place or into given buffers, which also keeps autocast from rounding them.
 """
 
 from collections.abc import Iterator
