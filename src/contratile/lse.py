@@ -10,6 +10,8 @@ an autograd function with two ring passes: keys and column statistics forward, k
 Inside everything is in base 2; the natural logarithm appears where the results leave.
 """
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -79,11 +81,11 @@ def pair_stats(
         *(rows or (key is None and cols), cols and key is not None),
         *(engine.tile or 0, engine.cache_bytes if wants_grad else 0),
     )
-    outputs = _forward_op(*arguments) if engine.ring.team.size == 1 else _over_ring(engine.ring, *arguments)
-    row_lse, col_lse, pos = (x * LN2 for x in outputs[:3])
+    outputs = _forward_op(*arguments) if engine.ring.team.size == 1 else _over_ring()(engine.ring, *arguments)
+    row_lse2, col_lse2, pos2 = outputs[:3]
     if key is None:
-        return PairStats(row_lse if rows else col_lse, row_lse if cols else col_lse, pos)
-    return PairStats(row_lse, col_lse, pos)
+        row_lse2, col_lse2 = (row_lse2 if wanted else col_lse2 for wanted in (rows, cols))
+    return PairStats(row_lse2 * LN2, col_lse2 * LN2, pos2 * LN2)
 
 
 def _forward(
@@ -406,9 +408,10 @@ class _OverRing(torch.autograd.Function):
         return None, *out, *[None] * 8
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _over_ring(ring: Ring, *inputs: Any) -> tuple[Tensor, ...]:
-    return _OverRing.apply(ring, *inputs)  # type: ignore[no-untyped-call, no-any-return]
+@cache
+def _over_ring() -> Callable[..., tuple[Tensor, ...]]:
+    """Collectives run eagerly: a clean graph break under torch.compile, which is not imported before it is needed."""
+    return torch.compiler.disable(_OverRing.apply)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _solo(key: Tensor) -> Ring:
