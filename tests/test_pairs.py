@@ -68,7 +68,10 @@ def test_positives(n: int, m: int, tile: int) -> None:
     before, rule = labels.clone(), PairRule(labels=labels)
     found = torch.zeros(n, m, dtype=torch.int)
     for piece in plan_tiles(n, m, 1, tile=tile).tiles():
-        column, inside = rule.positives(piece.rows, piece.cols)
+        place = rule.positives(piece.rows, piece.cols)
+        if place is None:
+            continue
+        column, inside = place
         assert column.shape == (piece.shape[0], 1) and inside.shape == (piece.shape[0],)
         assert column.min() >= 0 and column.max() < piece.shape[1]  # safe to gather with, inside or not
         found[piece.rows, piece.cols].scatter_add_(1, column, inside.unsqueeze(1).int())

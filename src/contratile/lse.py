@@ -25,7 +25,7 @@ from contratile.errors import bad_value
 from contratile.pairs import PairRule
 from contratile.reference import PairStats
 from contratile.ring import Ring, RingPass
-from contratile.stats import Stats, lowest
+from contratile.stats import Stats
 from contratile.team import ALONE
 from contratile.tiles import TilePlan, plan_tiles
 
@@ -164,7 +164,7 @@ def _backward(
     visitors = row if k is None else col
     trip = RingPass(
         ring,
-        _carried(q if k is None else k, rule.key_ids, *(() if visitors is None else visitors)),
+        _carried(q if k is None else k, rule.key_ids, *(() if visitors is None else (visitors.lse2, visitors.grad))),
         fresh=lambda size: (torch.zeros(size, q.shape[1], **acc),) if wants_k and k is not None else (),
         merge=_add,
     )
@@ -299,8 +299,8 @@ def _backward_op(
         k,
         scale,
         PairRule(labels=labels, exclude_self=exclude_self, query_ids=query_ids, key_ids=key_ids),
-        row=_direction(row_lse2, row_grad) if len(row_lse2) else None,
-        col=_direction(col_lse2, col_grad) if len(col_lse2) else None,
+        row=None if row_grad is None or not len(row_lse2) else Direction(row_lse2, row_grad),
+        col=None if col_grad is None or not len(col_lse2) else Direction(col_lse2, col_grad),
         pos=None if labels is None or pos_grad is None else Positives(pos2, pos_grad),
         wants=(wants_q, wants_k, wants_scale),
         tile=tile,
@@ -389,7 +389,7 @@ class _OverRing(torch.autograd.Function):
         exclude_self, tile = ctx.options
         row, col = (
             # What travels must be the same on every rank: a direction that nothing was built on has zero gradient.
-            _direction(lse2, torch.zeros_like(lse2) if grad is None else grad) if used else None
+            Direction(lse2, torch.zeros_like(lse2) if grad is None else grad) if used else None
             for used, lse2, grad in zip(ctx.sides, (row_lse2, col_lse2), grads[:2], strict=True)
         )
         out = _backward(
@@ -422,11 +422,6 @@ def _alpha(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The scale of base-2 scores. At scale 0 a factor too small to change any exp2 keeps dscale computable."""
     alpha = scale.to(dtype) * LOG2E
     return torch.where(alpha == 0, 2.0**-70 if dtype == torch.float32 else 2.0**-200, alpha)
-
-
-def _direction(lse2: Tensor, grad: Tensor | None) -> Direction | None:
-    """A row without any pair has lse2 = -inf; the finite floor keeps -inf - (-inf) out of the tiles."""
-    return None if grad is None else Direction(lse2.clamp(min=lowest(lse2.dtype)), grad)
 
 
 def _check_labels(labels: Tensor, m: int) -> None:

@@ -4,7 +4,7 @@ A tile evaluates the rule from O(N) vectors and its own position; no N x M mask 
 the same rule about the same tile, so both see exactly the same pairs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ class PairRule:
     key_ids: Tensor | None = None
     """[N] and [M]: pairs of equal id are left out, except a query's own positive."""
 
+    _known: dict[int, tuple[int, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
         assert (self.query_ids is None) == (self.key_ids is None), "ids come for both sides or for none"
 
@@ -31,19 +33,35 @@ class PairRule:
     def excludes(self) -> bool:
         return self.exclude_self or self.query_ids is not None
 
-    def positives(self, rows: slice, cols: slice) -> tuple[Tensor, Tensor]:
-        """For each row of the tile: its positive's column in the tile (clamped), and whether it lies there."""
+    def positives(self, rows: slice, cols: slice) -> tuple[Tensor, Tensor] | None:
+        """For each row of the tile: its positive's column in the tile (clamped), and whether it lies there.
+
+        None if the tile holds no positive. To know would stall an accelerator; there every tile may hold some.
+        """
         assert self.labels is not None
+        if self.labels.is_cpu:
+            low, high = self._bounds(rows)
+            if high < cols.start or low >= cols.stop:
+                return None
         column = self.labels[rows] - cols.start
         inside = (column >= 0) & (column < cols.stop - cols.start)
         return column.clamp_(0, cols.stop - cols.start - 1).unsqueeze(1), inside
+
+    def _bounds(self, rows: slice) -> tuple[int, int]:
+        """The lowest and the highest label of a row block, looked up once."""
+        assert self.labels is not None
+        if rows.start not in self._known:
+            low, high = self.labels[rows].aminmax()
+            self._known[rows.start] = int(low), int(high)
+        return self._known[rows.start]
 
     def exclude_(self, scores: Tensor, rows: slice, cols: slice) -> None:
         """Write -inf over the pairs of this tile that do not count."""
         if self.query_ids is not None and self.key_ids is not None:
             same = self.query_ids[rows].unsqueeze(1) == self.key_ids[cols]
-            if self.labels is not None:
-                column, inside = self.positives(rows, cols)
+            place = None if self.labels is None else self.positives(rows, cols)
+            if place is not None:
+                column, inside = place
                 same.scatter_(1, column, same.gather(1, column) & ~inside.unsqueeze(1))
             scores.masked_fill_(same, -torch.inf)
         if self.exclude_self and rows.start < cols.stop and cols.start < rows.stop:

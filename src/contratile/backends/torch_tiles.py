@@ -21,14 +21,28 @@ from contratile.stats import Stats, lowest
 from contratile.tiles import Tile, TilePlan
 
 
-class Direction(NamedTuple):
+class Direction:
     """What the backward pass knows of the rows (or columns): their log-sum-exps and the gradients of those."""
 
-    lse2: Tensor  # [N] or [M]
-    grad: Tensor
+    def __init__(self, lse2: Tensor, grad: Tensor) -> None:
+        # A row without any pair has lse2 = -inf; the finite floor keeps -inf - (-inf) out of the tiles.
+        self.lse2 = lse2.clamp(min=lowest(lse2.dtype))
+        self.grad = grad
+        self._bounds: dict[int, tuple[float, float]] = {}
+        self._weights: tuple[float, Tensor] | None = None
 
-    def at(self, index: slice) -> "Direction":
-        return Direction(self.lse2[index], self.grad[index])
+    def bounds(self, index: slice) -> tuple[float, float]:
+        """The lowest and the highest log-sum-exp of a block, looked up once."""
+        if index.start not in self._bounds:
+            low, high = self.lse2[index].aminmax()
+            self._bounds[index.start] = low.item(), high.item()
+        return self._bounds[index.start]
+
+    def weights(self, shift: float) -> Tensor:
+        """grad * exp2(shift - lse2), the factor of exp2(s - shift). Most tiles in a row share their shift."""
+        if self._weights is None or self._weights[0] != shift:
+            self._weights = shift, (shift - self.lse2).exp2_().mul_(self.grad)
+        return self._weights[1]
 
 
 class Positives(NamedTuple):
@@ -57,6 +71,7 @@ def forward(
     """
     key = q if k is None else k
     ws = _Workspace(plan, q, key, tiles=2)
+    row_sums, col_sums = (None if stats is None else _Sums(stats) for stats in (row_stats, col_stats))
     shift: float | None = 0.0
     for rows in plan.row_slices():
         q_RD = ws.query(q, rows, alpha)
@@ -64,11 +79,14 @@ def forward(
             s_RC = _cached(cache, tile) if tile.end <= len(cache) else ws.tile(0, tile)
             torch.mm(q_RD, ws.key(key, tile.cols).t(), out=s_RC)
             if pos is not None:
-                for s, r, c in _orientations(s_RC, tile):
-                    column, inside = rule.positives(r, c)
-                    pos[r] = torch.where(inside, s.gather(1, column).squeeze(1), pos[r])
+                for at in _positives(s_RC, tile, rule):
+                    pos[at.rows] = torch.where(at.inside, at.tile.gather(1, at.column).squeeze(1), pos[at.rows])
             rule.exclude_(s_RC, tile.rows, tile.cols)
-            shift = _accumulate(s_RC, ws.tile(1, tile), _sides(tile, row_stats, col_stats), shift)
+            better = _accumulate(s_RC, ws.tile(1, tile), _sides(tile, row_sums, col_sums), shift)
+            if better != shift:
+                _flush(shift, row_sums, col_sums)
+                shift = better
+    _flush(shift, row_sums, col_sums)
 
 
 def backward(
@@ -122,8 +140,8 @@ def backward(
                 # An excluded pair has s = -inf and g = 0: its product is 0, not NaN. Positives always have a score.
                 torch.clamp(s_RC, min=lowest(s_RC.dtype), out=spare_RC)
                 if pos is not None and rule.excludes:
-                    for s, r, c in _orientations(spare_RC, tile):
-                        _put(s, rule.positives(r, c), pos.score2[r])
+                    for at in _positives(spare_RC, tile, rule):
+                        at.put_(pos.score2[at.rows], at.inside)
                 dalpha += spare_RC.mul_(g_RC).sum() / alpha
         if dalpha is not None and not keep_scores:
             dalpha += torch.dot(q_RD.flatten(), dq_RD.flatten()) / alpha
@@ -131,25 +149,44 @@ def backward(
             dq[rows] += dq_RD.mul_(alpha)
 
 
-_T = TypeVar("_T", Stats, Direction)
+_T = TypeVar("_T")
+_Side = tuple[int, _T, slice]
 
 
-def _orientations(x_RC: Tensor, tile: Tile) -> Iterator[tuple[Tensor, slice, slice]]:
-    yield x_RC, tile.rows, tile.cols
-    if tile.mirrored:
-        yield x_RC.t(), tile.cols, tile.rows
-
-
-def _sides(tile: Tile, row: _T | None, col: _T | None) -> list[tuple[int, _T]]:
-    """The vectors that a tile meets, each with the dimension that a reduction to it removes."""
+def _sides(tile: Tile, row: _T | None, col: _T | None) -> list[_Side[_T]]:
+    """The vectors that a tile meets: the dimension that a reduction to each removes, and the part of it."""
     sides = []
     if row is not None:
-        sides.append((1, row.at(tile.rows)))
+        sides.append((1, row, tile.rows))
         if tile.mirrored:
-            sides.append((0, row.at(tile.cols)))
+            sides.append((0, row, tile.cols))
     if col is not None:
-        sides.append((0, col.at(tile.cols)))
+        sides.append((0, col, tile.cols))
     return sides
+
+
+class _Places(NamedTuple):
+    """Where positives stand in a tile, seen from one side."""
+
+    dim: int  # the sides that are reduced over this dimension belong to the queries
+    tile: Tensor  # the tile, or its transpose, with queries as rows
+    rows: slice
+    column: Tensor  # [rows, 1]
+    inside: Tensor  # [rows]
+
+    def put_(self, values: Tensor, valid: Tensor) -> None:
+        """Write one value per query, where valid."""
+        values = torch.where(valid, values, self.tile.gather(1, self.column).squeeze(1))
+        self.tile.scatter_(1, self.column, values.unsqueeze(1))
+
+
+def _positives(x_RC: Tensor, tile: Tile, rule: PairRule) -> Iterator[_Places]:
+    """The positives of the tile's rows, and of its columns if it stands for its transpose too."""
+    views = [(1, x_RC, tile.rows, tile.cols), (0, x_RC.t(), tile.cols, tile.rows)]
+    for dim, x, rows, cols in views if tile.mirrored else views[:1]:
+        place = rule.positives(rows, cols)
+        if place is not None:
+            yield _Places(dim, x, rows, *place)
 
 
 def _cached(cache: Tensor, tile: Tile) -> Tensor:
@@ -166,15 +203,9 @@ def _cached(cache: Tensor, tile: Tile) -> Tensor:
 _SPAN = {torch.float32: 60.0, torch.float64: 480.0}
 
 
-def _shared_shift(levels: list[Tensor]) -> float | None:
-    """A shift within SPAN of every level, if there is one. `levels` are maxima (forward) or log-sum-exps (backward).
-
-    To look at them would stall an accelerator, which has exponentials to spare: there the answer is None.
-    """
-    if not levels or not levels[0].is_cpu:
-        return None
-    span = _SPAN[levels[0].dtype]
-    low, high = (bound.item() for bound in torch.cat(levels).aminmax())
+def _shared_shift(low: float, high: float, dtype: torch.dtype) -> float | None:
+    """A shift within SPAN of all levels from low to high, if there is one: 0 saves a subtraction."""
+    span = _SPAN[dtype]
     if -span <= low and high <= span:
         return 0.0
     return high if high - low <= span else None
@@ -186,70 +217,87 @@ def _exp2(s_RC: Tensor, shift: Tensor | float, out: Tensor) -> Tensor:
     return torch.sub(s_RC, shift, out=out).exp2_()
 
 
-def _accumulate(s_RC: Tensor, e_RC: Tensor, sides: list[tuple[int, Stats]], shift: float | None) -> float | None:
-    """Merge one tile into the statistics of its sides; e_RC is scratch. Returns the shift to try on the next tile.
+class _Sums:
+    """Running statistics, and beside them the sums of the tiles that share the present shift."""
+
+    def __init__(self, stats: Stats) -> None:
+        self.stats = stats
+        self.total = torch.zeros_like(stats.total)
+
+
+def _flush(shift: float | None, *sides: _Sums | None) -> None:
+    """Merge what was summed at this shift into the statistics."""
+    for sums in sides:
+        if sums is not None and shift is not None:
+            level = torch.full_like(sums.total, lowest(sums.total.dtype)).masked_fill_(sums.total > 0, shift)
+            sums.stats.merge_(level, sums.total)
+            sums.total.zero_()
+
+
+def _accumulate(s_RC: Tensor, e_RC: Tensor, sides: list[_Side[_Sums]], shift: float | None) -> float | None:
+    """Add one tile to the statistics of its sides; e_RC is scratch. Returns the shift to try on the next tile.
 
     The shift is a guess from the tile before, and the sums tell whether it was good: they are all in range, or
-    the maxima are looked up and the tile is done again from them.
+    the maxima are looked up and every side gets its own exp2. To look would stall an accelerator, which has
+    exponentials to spare: there it is always so.
     """
-    if shift is not None:
+    if shift is not None and s_RC.is_cpu:
         _exp2(s_RC, shift, e_RC)
-        totals = [e_RC.sum(dim) for dim, _ in sides]
-        low, high = (bound.item() for bound in torch.cat(totals).aminmax())
+        totals = [e_RC.sum(dim) for dim, _, _ in sides]
+        bounds = [bound.item() for total in totals for bound in total.aminmax()]
         limit = 2 ** _SPAN[s_RC.dtype]
-        if 1 / limit <= low and high <= limit**1.5:  # and room for the sums of many tiles
-            for (_, stats), total in zip(sides, totals, strict=True):
-                stats.merge_(shift, total)
+        # min and max would pass over a NaN; the upper bound leaves room for the sums of many tiles.
+        if all(1 / limit <= bound <= limit**1.5 for bound in bounds):
+            for (_, sums, index), total in zip(sides, totals, strict=True):
+                sums.total[index] += total
             return shift
-    peaks = [s_RC.amax(dim).clamp_min_(lowest(s_RC.dtype)) for dim, _ in sides]
-    shift = _shared_shift(peaks)
-    for (dim, stats), peak in zip(sides, peaks, strict=True):
-        stats.merge_(peak, _exp2(s_RC, peak.unsqueeze(dim), e_RC).sum(dim))
-    return shift
+    peaks = [s_RC.amax(dim).clamp_min_(lowest(s_RC.dtype)) for dim, _, _ in sides]
+    for (dim, sums, index), peak in zip(sides, peaks, strict=True):
+        sums.stats.at(index).merge_(peak, _exp2(s_RC, peak.unsqueeze(dim), e_RC).sum(dim))
+    if not s_RC.is_cpu or not peaks:
+        return None
+    low, high = torch.cat(peaks).aminmax()
+    return _shared_shift(low.item(), high.item(), s_RC.dtype)
 
 
-def _weigh(s_RC: Tensor, g_RC: Tensor, spare_RC: Tensor, sides: list[tuple[int, Direction]]) -> None:
+def _weigh(s_RC: Tensor, g_RC: Tensor, spare_RC: Tensor, sides: list[_Side[Direction]]) -> None:
     """g = sum over sides of grad * exp2(s - lse2). g_RC may be s_RC itself."""
     if not sides:
         g_RC.zero_()
         return
-    shift = _shared_shift([side.lse2 for _, side in sides]) if len(sides) == 2 else None
-    if shift is not None:
-        rows, cols = (side.grad * (shift - side.lse2).exp2_() for _, side in sides)
-        _exp2(s_RC, shift, g_RC).mul_(torch.add(rows.unsqueeze(1), cols, out=spare_RC))
-        return
+    if len(sides) == 2 and s_RC.is_cpu:
+        lows, highs = zip(*(side.bounds(index) for _, side, index in sides), strict=True)
+        shift = _shared_shift(min(lows), max(highs), s_RC.dtype)
+        if shift is not None:
+            rows, cols = (side.weights(shift)[index] for _, side, index in sides)
+            _exp2(s_RC, shift, g_RC).mul_(torch.add(rows.unsqueeze(1), cols, out=spare_RC))
+            return
     # The last side goes first and aside, as writing g may overwrite s.
-    for (dim, side), out in reversed(list(zip(sides, (g_RC, spare_RC), strict=False))):
-        _exp2(s_RC, side.lse2.unsqueeze(dim), out).mul_(side.grad.unsqueeze(dim))
+    for (dim, side, index), out in reversed(list(zip(sides, (g_RC, spare_RC), strict=False))):
+        _exp2(s_RC, side.lse2[index].unsqueeze(dim), out).mul_(side.grad[index].unsqueeze(dim))
     if len(sides) == 2:
         g_RC.add_(spare_RC)
 
 
-def _weigh_positives(
-    g_RC: Tensor, tile: Tile, rule: PairRule, sides: list[tuple[int, Direction]], pos: Positives
-) -> None:
+def _weigh_positives(g_RC: Tensor, tile: Tile, rule: PairRule, sides: list[_Side[Direction]], pos: Positives) -> None:
     """Add the positives' own gradient where they stand.
 
     Late in training exp2(s - lse2) of a positive is 1 and this sum cancels to almost nothing. So the positives are
     weighed again first, one by one: the shared exp2 rounds twice, which would be all that is left.
     """
-    views = list(_orientations(g_RC, tile))
-    places = [rule.positives(r, c) for _, r, c in views]
-    for flipped, ((g, r, _), (column, inside)) in enumerate(zip(views, places, strict=True)):
-        exact = torch.zeros_like(pos.score2[r])
-        for dim, side in sides:
-            lse2, grad = side if dim != flipped else (x[column.squeeze(1)] for x in side)
-            exact.addcmul_(grad, (pos.score2[r] - lse2).exp2_())
-        shared = g.gather(1, column).squeeze(1)
-        _put(g, (column, inside & (shared != 0)), exact)  # an excluded positive has no share in the sums
-    for (g, r, _), (column, inside) in zip(views, places, strict=True):
-        g.scatter_add_(1, column, torch.where(inside, pos.grad[r], 0).unsqueeze(1))
-
-
-def _put(x: Tensor, place: tuple[Tensor, Tensor], values: Tensor) -> None:
-    """Write one value per row at its column, where the place is valid."""
-    column, valid = place
-    x.scatter_(1, column, torch.where(valid, values, x.gather(1, column).squeeze(1)).unsqueeze(1))
+    found = list(_positives(g_RC, tile, rule))
+    for at in found:
+        score2 = pos.score2[at.rows]
+        exact = torch.zeros_like(score2)
+        for dim, side, index in sides:
+            lse2, grad = side.lse2[index], side.grad[index]
+            if dim != at.dim:
+                lse2, grad = lse2[at.column.squeeze(1)], grad[at.column.squeeze(1)]
+            exact.addcmul_(grad, (score2 - lse2).exp2_())
+        # A positive that is excluded has no share in the sums, and the gradient 0 so far.
+        at.put_(exact, at.inside & (at.tile.gather(1, at.column).squeeze(1) != 0))
+    for at in found:
+        at.tile.scatter_add_(1, at.column, torch.where(at.inside, pos.grad[at.rows], 0).unsqueeze(1))
 
 
 class _Workspace:
