@@ -138,6 +138,8 @@ def pair_stats(
     tile: int | None = None,
     cache_bytes: int = 0,
 ) -> PairStats:
-    """The primitive on one process."""
+    """The primitive on one process, in nats."""
     ring = Ring.flat(ALONE, (len(query if key is None else key),), total=len(query))
-    return lse.pair_stats(query, key, scale, rule, lse.Engine(ring, "auto", tile, cache_bytes), rows=rows, cols=cols)
+    engine = lse.Engine(ring, "auto", tile, cache_bytes)
+    row_lse, col_lse, pos, unit = lse.pair_stats(query, key, scale, rule, engine, rows=rows, cols=cols)
+    return PairStats(row_lse * unit, col_lse * unit, pos * unit)

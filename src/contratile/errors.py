@@ -85,3 +85,14 @@ def check_vector(name: str, x: Tensor, *, length: int, device: torch.device) -> 
         bad_value(name, expected=f"shape [{length}], one entry per row", got=list(x.shape), remedy="Reshape it.")
     if x.device != device:
         bad_type(name, expected=f"device {device}", got=x.device, remedy=f"Move it with {name}.to({str(device)!r}).")
+
+
+def check_labels(labels: Tensor, m: int) -> None:
+    """Labels point at keys. An accelerator reports a bad one later, without being stalled for it."""
+    if labels.is_cpu:
+        low, high = (int(bound) for bound in labels.aminmax())
+        if low < 0 or high >= m:
+            remedy = "Labels index this rank's keys: row i's positive is key[labels[i]]."
+            bad_value("labels", expected=f"indices from 0 to {m - 1}", got=f"{low} to {high}", remedy=remedy)
+    else:
+        torch._assert_async(((labels >= 0) & (labels < m)).all())

@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 
 from contratile.backends import BACKENDS, Backend
-from contratile.errors import bad_value, check_choice, check_count, check_features, check_scale, check_vector
+from contratile.errors import (
+    bad_value,
+    check_choice,
+    check_count,
+    check_features,
+    check_labels,
+    check_scale,
+    check_vector,
+)
 from contratile.lse import Engine, pair_stats
 from contratile.pairs import PairRule
 from contratile.reference import REDUCTIONS, Reduction
@@ -50,7 +58,7 @@ def pair_lse(
     call = f"pair_lse rows={rows} cols={cols}"
     engine = _start(call, features, scale, group, backend, tile, cache_bytes)
     stats = pair_stats(query, key, scale, PairRule(), engine, rows=rows, cols=cols)
-    return stats.row_lse, stats.col_lse
+    return stats.row_lse * stats.unit, stats.col_lse * stats.unit
 
 
 def clip_loss(
@@ -81,8 +89,8 @@ def clip_loss(
     features = {"image": image, "text": text}
     engine = _start(f"clip_loss {reduction}", features, scale, group, backend, tile, cache_bytes, check)
     rule = PairRule(labels=torch.arange(len(image), device=image.device))
-    row_lse, col_lse, pos = pair_stats(image, text, scale, rule, engine)
-    return _reduce((row_lse - pos + col_lse - pos) / 2, reduction, engine.ring)
+    row_lse, col_lse, pos, unit = pair_stats(image, text, scale, rule, engine)
+    return _reduce(row_lse - pos + (col_lse - pos), unit / 2, reduction, engine.ring)
 
 
 def info_nce(
@@ -108,6 +116,8 @@ def info_nce(
         check_choice("reduction", reduction, REDUCTIONS)
         if labels is not None:
             check_vector("labels", labels, length=len(query), device=query.device)
+            if len(labels) and not torch.compiler.is_compiling():  # the compiled operator checks for itself
+                check_labels(labels, len(key))
         elif len(key) < len(query):
             remedy = "Without labels query i's positive is key i; pass labels= if queries share keys."
             bad_value("key", expected=f"at least {len(query)} rows", got=len(key), remedy=remedy)
@@ -115,8 +125,8 @@ def info_nce(
     features = {"query": query, "key": key}
     engine = _start(f"info_nce {reduction}", features, scale, group, backend, tile, cache_bytes, check)
     rule = PairRule(labels=torch.arange(len(query), device=query.device) if labels is None else labels.long())
-    row_lse, _, pos = pair_stats(query, key, scale, rule, engine, cols=False)
-    return _reduce(row_lse - pos, reduction, engine.ring)
+    row_lse, _, pos, unit = pair_stats(query, key, scale, rule, engine, cols=False)
+    return _reduce(row_lse - pos, unit, reduction, engine.ring)
 
 
 def _start(
@@ -166,7 +176,8 @@ def _start(
     return Engine(ring, backend, tile, cache_bytes)
 
 
-def _reduce(per_row: Tensor, reduction: Reduction, ring: Ring) -> Tensor:
+def _reduce(per_row: Tensor, unit: float, reduction: Reduction, ring: Ring) -> Tensor:
+    """`unit` times the rows, their sum, or their share of the global mean."""
     if reduction == "none":
-        return per_row
-    return per_row.sum() if reduction == "sum" else per_row.sum() * (ring.team.size / ring.total)
+        return per_row * unit
+    return per_row.sum() * (unit if reduction == "sum" else unit * ring.team.size / ring.total)

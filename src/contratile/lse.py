@@ -5,9 +5,9 @@
               dq = scale G k,  dk = scale G^T q,  dscale = sum(G * q k^T)
 
 `_forward` and `_backward` are the algorithm: blocks of keys visit (one block, if there is one process) and the tile
-engine works on each. Alone, they are `torch.library` operators that trace under `torch.compile`; over several ranks,
-an autograd function with two ring passes: keys and column statistics forward, keys and their gradient backward.
-Inside everything is in base 2; the natural logarithm appears where the results leave.
+engine works on each. Around them stands an autograd function with two ring passes, keys and column statistics forward,
+keys and their gradient backward; and for `torch.compile`, two `torch.library` operators that it can trace. Everything
+is in base 2; a loss takes the factor ln 2 where it has others to apply.
 """
 
 from collections.abc import Callable
@@ -16,14 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from contratile import reference
 from contratile.backends import Backend, torch_tiles
 from contratile.backends.torch_tiles import Direction, Positives, accumulation_dtype
-from contratile.errors import bad_value
+from contratile.errors import check_labels
 from contratile.pairs import PairRule
-from contratile.reference import PairStats
 from contratile.ring import Ring, RingPass
 from contratile.stats import Stats
 from contratile.team import ALONE
@@ -42,6 +40,15 @@ class Engine(NamedTuple):
     cache_bytes: int = 0
 
 
+class LogStats(NamedTuple):
+    """Statistics in units of `unit` nats (ln 2 where they are in base 2). What was not asked for is empty."""
+
+    row_lse: Tensor
+    col_lse: Tensor
+    pos: Tensor
+    unit: float
+
+
 def pair_stats(
     query: Tensor,
     key: Tensor | None,
@@ -51,15 +58,13 @@ def pair_stats(
     *,
     rows: bool = True,
     cols: bool = True,
-) -> PairStats:
+) -> LogStats:
     """What `reference.pair_stats` computes, tile by tile, over the keys of all ranks. Arguments are taken as checked.
 
     `key=None` stands for the queries: row and column statistics are then the same thing, returned as both.
     """
     if engine.backend == "dense":
-        if rule.labels is not None:
-            _check_labels(rule.labels, len(query if key is None else key))
-        return reference.pair_stats(
+        dense = reference.pair_stats(
             query,
             key,
             scale,
@@ -70,6 +75,7 @@ def pair_stats(
             rows=rows,
             cols=cols,
         )
+        return LogStats(*dense, unit=1.0)
     if key is None and rule.labels is not None and rule.query_ids is not None:
         key = query  # a positive is spared for its own query only, so the pairs that count need not be symmetric
     if not isinstance(scale, Tensor):
@@ -81,11 +87,16 @@ def pair_stats(
         *(rows or (key is None and cols), cols and key is not None),
         *(engine.tile or 0, engine.cache_bytes if wants_grad else 0),
     )
-    outputs = _forward_op(*arguments) if engine.ring.team.size == 1 else _over_ring()(engine.ring, *arguments)
+    if not torch.compiler.is_compiling():
+        outputs = _PairLse.apply(engine.ring, *arguments)  # type: ignore[no-untyped-call]
+    elif engine.ring.team.size == 1:
+        outputs = _forward_op(*arguments)
+    else:
+        outputs = _eager_apply()(engine.ring, *arguments)
     row_lse2, col_lse2, pos2 = outputs[:3]
     if key is None:
         row_lse2, col_lse2 = (row_lse2 if wanted else col_lse2 for wanted in (rows, cols))
-    return PairStats(row_lse2 * LN2, col_lse2 * LN2, pos2 * LN2)
+    return LogStats(row_lse2, col_lse2, pos2, unit=LN2)
 
 
 def _forward(
@@ -103,7 +114,7 @@ def _forward(
     """row_lse2 [N], col_lse2 [M], pos2 [N] (empty where not asked for), and the score tiles kept for the backward."""
     acc: dict[str, Any] = {"dtype": accumulation_dtype(q.dtype), "device": q.device}
     labels, alpha = rule.labels, _alpha(scale, acc["dtype"])
-    row_stats = Stats.empty(len(q), **acc) if rows else None
+    row_stats: Stats | None = None
     pos2 = torch.zeros(0 if labels is None else len(q), **acc)
     items = _cached_items(ring, q, k, tile, cache_bytes)
     cache = torch.empty(sum(items), **acc)
@@ -111,21 +122,25 @@ def _forward(
     trip = RingPass(
         ring,
         _carried(q if k is None else k, rule.key_ids),
-        fresh=lambda size: Stats.empty(size, **acc) if cols else (),
         merge=lambda into, other: Stats(*into).merge_(*other),
     )
     for block in trip:
-        torch_tiles.forward(
+        new_rows, new_cols = torch_tiles.forward(
             q,
             None if k is None and block.home else block.carried[0],
             alpha,
             _rule_for(block.home, rule, block.carried[1:]),
             _plan(q, ring.sizes[block.source], tile, symmetric=k is None and block.home),
-            row_stats=row_stats,
-            col_stats=Stats(*block.gathered) if cols else None,
+            rows=rows,
+            cols=cols,
             pos=pos2 if labels is not None and block.home else None,
             cache=next(caches),
         )
+        if row_stats is None:
+            row_stats = new_rows
+        elif new_rows is not None:
+            row_stats.merge_(*new_rows)
+        block.gathered = new_cols or ()
     row_lse2 = torch.empty(0, **acc) if row_stats is None else row_stats.lse2()
     col_lse2 = Stats(*trip.home).lse2() if cols else torch.empty(0, **acc)
     if labels is not None:
@@ -214,6 +229,8 @@ def _plan(q: Tensor, keys: int, tile: int, *, symmetric: bool) -> TilePlan:
 
 def _cached_items(ring: Ring, q: Tensor, k: Tensor | None, tile: int, cache_bytes: int) -> list[int]:
     """How many scores of each visiting block find room in `cache_bytes`, in the order of the visits."""
+    if cache_bytes == 0:
+        return [0] * ring.team.size
     items = []
     for step in range(ring.team.size):
         source = ring.schedule.source(ring.team.rank, step)
@@ -223,7 +240,7 @@ def _cached_items(ring: Ring, q: Tensor, k: Tensor | None, tile: int, cache_byte
     return items
 
 
-# --- one process: operators that torch.compile can trace --------------------------------------------------------
+# --- compiled: operators that torch.compile can trace -----------------------------------------------------------
 
 
 @torch.library.custom_op("contratile::pair_lse", mutates_args=())
@@ -241,10 +258,10 @@ def _forward_op(
     cache_bytes: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rule = PairRule(labels=labels, exclude_self=exclude_self, query_ids=query_ids, key_ids=key_ids)
-    ring = _solo(q if k is None else k)
+    key = q if k is None else k
     if labels is not None:
-        _check_labels(labels, ring.sizes[0])
-    return _forward(ring, q, k, scale, rule, rows=rows, cols=cols, tile=tile, cache_bytes=cache_bytes)
+        check_labels(labels, len(key))
+    return _forward(_solo(key), q, k, scale, rule, rows=rows, cols=cols, tile=tile, cache_bytes=cache_bytes)
 
 
 @_forward_op.register_fake
@@ -366,11 +383,11 @@ _forward_op.register_autograd(_op_backward, setup_context=_setup_context)
 _backward_op.register_autograd(_no_second_derivative)
 
 
-# --- several ranks ----------------------------------------------------------------------------------------------
+# --- eager: an autograd function, over one rank or many ---------------------------------------------------------
 
 
-class _OverRing(torch.autograd.Function):
-    """The same over a process group. Forward and backward are one ring pass each, on every rank."""
+class _PairLse(torch.autograd.Function):
+    """Forward and backward are one ring pass each, on every rank."""
 
     @staticmethod
     def forward(ctx: Any, ring: Ring, *inputs: Any) -> tuple[Tensor, ...]:
@@ -383,35 +400,51 @@ class _OverRing(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, scale, labels, query_ids, key_ids, row_lse2, col_lse2, pos2, cache = ctx.saved_tensors
         exclude_self, tile = ctx.options
-        row, col = (
-            # What travels must be the same on every rank: a direction that nothing was built on has zero gradient.
-            Direction(lse2, torch.zeros_like(lse2) if grad is None else grad) if used else None
-            for used, lse2, grad in zip(ctx.sides, (row_lse2, col_lse2), grads[:2], strict=True)
-        )
-        out = _backward(
-            ctx.ring,
-            q,
-            k,
-            scale,
-            PairRule(labels=labels, exclude_self=exclude_self, query_ids=query_ids, key_ids=key_ids),
-            row=row,
-            col=col,
-            pos=None if labels is None or grads[2] is None else Positives(pos2, grads[2]),
-            wants=ctx.needs_input_grad[1:4],
-            tile=tile,
-            cache=cache,
-        )
+        with torch.no_grad():
+            directions = []
+            for used, lse2, grad in zip(ctx.sides, (row_lse2, col_lse2), grads[:2], strict=True):
+                # What travels must be the same on every rank: a direction that nothing was built on has gradient 0.
+                if grad is None and used and ctx.ring.team.size > 1:
+                    grad = torch.zeros_like(lse2)
+                directions.append(Direction(lse2, grad) if used and grad is not None else None)
+            out = _backward(
+                ctx.ring,
+                q,
+                k,
+                scale,
+                PairRule(labels=labels, exclude_self=exclude_self, query_ids=query_ids, key_ids=key_ids),
+                row=directions[0],
+                col=directions[1],
+                pos=None if labels is None or grads[2] is None else Positives(pos2, grads[2]),
+                wants=ctx.needs_input_grad[1:4],
+                tile=tile,
+                cache=cache,
+            )
+        if torch.is_grad_enabled():  # create_graph=True: these gradients may be used, but not differentiated
+            anchor = next(x for x in (q, k, scale, *grads) if x is not None and x.requires_grad)
+            return None, *(None if x is None else _Final.apply(x, anchor) for x in out), *[None] * 8  # type: ignore[no-untyped-call]
         return None, *out, *[None] * 8
 
 
+class _Final(torch.autograd.Function):
+    """A gradient that has no gradient of its own, and says so."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, anchor: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> None:
+        _no_second_derivative(ctx)
+
+
 @cache
-def _over_ring() -> Callable[..., tuple[Tensor, ...]]:
+def _eager_apply() -> Callable[..., tuple[Tensor, ...]]:
     """Collectives run eagerly: a clean graph break under torch.compile, which is not imported before it is needed."""
-    return torch.compiler.disable(_OverRing.apply)  # type: ignore[no-any-return, no-untyped-call]
+    return torch.compiler.disable(_PairLse.apply)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _solo(key: Tensor) -> Ring:
@@ -420,15 +453,8 @@ def _solo(key: Tensor) -> Ring:
 
 def _alpha(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The scale of base-2 scores. At scale 0 a factor too small to change any exp2 keeps dscale computable."""
+    tiny = 2.0**-70 if dtype == torch.float32 else 2.0**-200
+    if scale.is_cpu:
+        return torch.tensor(scale.item() * LOG2E or tiny, dtype=dtype)
     alpha = scale.to(dtype) * LOG2E
-    return torch.where(alpha == 0, 2.0**-70 if dtype == torch.float32 else 2.0**-200, alpha)
-
-
-def _check_labels(labels: Tensor, m: int) -> None:
-    if labels.is_cpu:
-        low, high = (int(bound) for bound in labels.aminmax())
-        if low < 0 or high >= m:
-            remedy = "Labels index this rank's keys: row i's positive is key[labels[i]]."
-            bad_value("labels", expected=f"indices from 0 to {m - 1}", got=f"{low} to {high}", remedy=remedy)
-    else:
-        torch._assert_async(((labels >= 0) & (labels < m)).all())  # an accelerator reports without being stalled
+    return torch.where(alpha == 0, tiny, alpha)

@@ -5,9 +5,9 @@ Shapes: N queries, M keys, D features; a tile has R rows and C columns. Everythi
     s_RC = (alpha * q_RD) k_CD^T        alpha = scale * log2(e)
 
 One tile costs one product forward and up to three backward (scores again, query gradient, key gradient), and
-serves both directions. `forward` adds a block of keys to running statistics and `backward` adds its share to
-running gradients, so a ring calls them once per visiting block and one process calls them once. Products are
-written in place or into given buffers, which also keeps autocast from rounding them.
+serves both directions. `forward` gives the statistics of a block of keys, ready to be merged with those of others,
+and `backward` adds a block's share to running gradients: a ring calls them for every visiting block, one process
+once. Products are written in place or into given buffers, which also keeps autocast from rounding them.
 """
 
 from collections.abc import Iterator
@@ -59,23 +59,23 @@ def forward(
     rule: PairRule,
     plan: TilePlan,
     *,
-    row_stats: Stats | None,
-    col_stats: Stats | None,
+    rows: bool,
+    cols: bool,
     pos: Tensor | None,
     cache: Tensor,
-) -> None:
-    """Merge the scores of q against k into the statistics, and write each row's positive score to `pos`.
+) -> tuple[Stats | None, Stats | None]:
+    """The statistics of the rows and of the columns of q against k; each row's positive score is written to `pos`.
 
     `k=None` stands for the queries themselves: the scores are symmetric, only the upper triangle of tiles is
-    computed, and `row_stats` takes both sides of a tile. `cache` keeps the score tiles that fit into it.
+    computed, and the rows take both sides of a tile. `cache` keeps the score tiles that fit into it.
     """
     key = q if k is None else k
     ws = _Workspace(plan, q, key, tiles=2)
-    row_sums, col_sums = (None if stats is None else _Sums(stats) for stats in (row_stats, col_stats))
+    row_sums, col_sums = (_Sums(n, alpha) if wanted else None for wanted, n in ((rows, plan.n), (cols, plan.m)))
     shift: float | None = 0.0
-    for rows in plan.row_slices():
-        q_RD = ws.query(q, rows, alpha)
-        for tile in plan.tiles_of(rows):
+    for block in plan.row_slices():
+        q_RD = ws.query(q, block, alpha)
+        for tile in plan.tiles_of(block):
             s_RC = _cached(cache, tile) if tile.end <= len(cache) else ws.tile(0, tile)
             torch.mm(q_RD, ws.key(key, tile.cols).t(), out=s_RC)
             if pos is not None:
@@ -87,6 +87,7 @@ def forward(
                 _flush(shift, row_sums, col_sums)
                 shift = better
     _flush(shift, row_sums, col_sums)
+    return row_sums.stats if row_sums else None, col_sums.stats if col_sums else None
 
 
 def backward(
@@ -117,6 +118,8 @@ def backward(
     # sum(g * s) = <alpha q, g k>, so a query gradient gives dalpha at no cost; without one the scores must be kept.
     keep_scores = dalpha is not None and dq is None
     ws = _Workspace(plan, q, key, tiles=3 if keep_scores else 2)
+    if pos is not None and rule.labels is not None:
+        weights = _positive_weights(pos, rule.labels, row, row if k is None else col)
     for rows in plan.row_slices():
         q_RD = ws.query(q, rows, alpha)
         dq_RD = ws.query_grad(rows)
@@ -128,10 +131,14 @@ def backward(
             else:
                 s_RC = torch.mm(q_RD, k_CD.t(), out=ws.tile(2, tile) if keep_scores else g_RC)
                 rule.exclude_(s_RC, tile.rows, tile.cols)
-            sides = _sides(tile, row, col)
-            _weigh(s_RC, g_RC, spare_RC, sides)
+            _weigh(s_RC, g_RC, spare_RC, _sides(tile, row, col))
             if pos is not None:
-                _weigh_positives(g_RC, tile, rule, sides, pos)
+                # Places first and gradients second: two queries that are each other's positive share a place.
+                places = list(_positives(g_RC, tile, rule))
+                for at in places:
+                    at.put_(weights[k is not None or tile.mirrored][at.rows], spare_excluded=rule.excludes)
+                for at in places:
+                    at.tile.scatter_add_(1, at.column, torch.where(at.inside, pos.grad[at.rows], 0).unsqueeze(1))
             if dq is not None:
                 dq_RD.addmm_(g_RC, k_CD)
             if dk is not None:
@@ -141,12 +148,12 @@ def backward(
                 torch.clamp(s_RC, min=lowest(s_RC.dtype), out=spare_RC)
                 if pos is not None and rule.excludes:
                     for at in _positives(spare_RC, tile, rule):
-                        at.put_(pos.score2[at.rows], at.inside)
+                        at.put_(pos.score2[at.rows])
                 dalpha += spare_RC.mul_(g_RC).sum() / alpha
         if dalpha is not None and not keep_scores:
             dalpha += torch.dot(q_RD.flatten(), dq_RD.flatten()) / alpha
         if dq is not None:
-            dq[rows] += dq_RD.mul_(alpha)
+            dq[rows].add_(dq_RD.mul_(alpha))
 
 
 _T = TypeVar("_T")
@@ -174,10 +181,11 @@ class _Places(NamedTuple):
     column: Tensor  # [rows, 1]
     inside: Tensor  # [rows]
 
-    def put_(self, values: Tensor, valid: Tensor) -> None:
-        """Write one value per query, where valid."""
-        values = torch.where(valid, values, self.tile.gather(1, self.column).squeeze(1))
-        self.tile.scatter_(1, self.column, values.unsqueeze(1))
+    def put_(self, values: Tensor, *, spare_excluded: bool = False) -> None:
+        """Write one value per query; weights of excluded pairs, which are 0, can be left as they are."""
+        present = self.tile.gather(1, self.column).squeeze(1)
+        valid = self.inside & (present != 0) if spare_excluded else self.inside
+        self.tile.scatter_(1, self.column, torch.where(valid, values, present).unsqueeze(1))
 
 
 def _positives(x_RC: Tensor, tile: Tile, rule: PairRule) -> Iterator[_Places]:
@@ -218,18 +226,29 @@ def _exp2(s_RC: Tensor, shift: Tensor | float, out: Tensor) -> Tensor:
 
 
 class _Sums:
-    """Running statistics, and beside them the sums of the tiles that share the present shift."""
+    """Statistics in the making, and beside them the sums of the tiles that share the present shift."""
 
-    def __init__(self, stats: Stats) -> None:
-        self.stats = stats
-        self.total = torch.zeros_like(stats.total)
+    def __init__(self, n: int, like: Tensor) -> None:
+        self.total = torch.zeros(n, dtype=like.dtype, device=like.device)
+        self.stats: Stats | None = None
+
+    def merge_(self, index: slice, level: Tensor, total: Tensor) -> None:
+        if self.stats is None:
+            self.stats = Stats.empty(len(self.total), dtype=total.dtype, device=total.device)
+        self.stats.at(index).merge_(level, total)
 
 
 def _flush(shift: float | None, *sides: _Sums | None) -> None:
-    """Merge what was summed at this shift into the statistics."""
+    """Move what was summed at this shift into the statistics."""
     for sums in sides:
-        if sums is not None and shift is not None:
-            level = torch.full_like(sums.total, lowest(sums.total.dtype)).masked_fill_(sums.total > 0, shift)
+        if sums is None:
+            continue
+        level = torch.full_like(sums.total, lowest(sums.total.dtype))
+        if shift is not None:
+            level.masked_fill_(sums.total > 0, shift)
+        if sums.stats is None:
+            sums.stats, sums.total = Stats(level, sums.total), torch.zeros_like(sums.total)
+        else:
             sums.stats.merge_(level, sums.total)
             sums.total.zero_()
 
@@ -249,11 +268,11 @@ def _accumulate(s_RC: Tensor, e_RC: Tensor, sides: list[_Side[_Sums]], shift: fl
         # min and max would pass over a NaN; the upper bound leaves room for the sums of many tiles.
         if all(1 / limit <= bound <= limit**1.5 for bound in bounds):
             for (_, sums, index), total in zip(sides, totals, strict=True):
-                sums.total[index] += total
+                sums.total[index].add_(total)
             return shift
     peaks = [s_RC.amax(dim).clamp_min_(lowest(s_RC.dtype)) for dim, _, _ in sides]
     for (dim, sums, index), peak in zip(sides, peaks, strict=True):
-        sums.stats.at(index).merge_(peak, _exp2(s_RC, peak.unsqueeze(dim), e_RC).sum(dim))
+        sums.merge_(index, peak, _exp2(s_RC, peak.unsqueeze(dim), e_RC).sum(dim))
     if not s_RC.is_cpu or not peaks:
         return None
     low, high = torch.cat(peaks).aminmax()
@@ -279,25 +298,16 @@ def _weigh(s_RC: Tensor, g_RC: Tensor, spare_RC: Tensor, sides: list[_Side[Direc
         g_RC.add_(spare_RC)
 
 
-def _weigh_positives(g_RC: Tensor, tile: Tile, rule: PairRule, sides: list[_Side[Direction]], pos: Positives) -> None:
-    """Add the positives' own gradient where they stand.
+def _positive_weights(pos: Positives, labels: Tensor, row: Direction | None, col: Direction | None) -> list[Tensor]:
+    """What g holds at each query's positive: in a tile that only its row meets, and in one that its column meets too.
 
-    Late in training exp2(s - lse2) of a positive is 1 and this sum cancels to almost nothing. So the positives are
-    weighed again first, one by one: the shared exp2 rounds twice, which would be all that is left.
+    Late in training exp2(s - lse2) of a positive is 1 and cancels against the positive's own gradient to almost
+    nothing. So positives are weighed one by one: a shared exp2 rounds twice, which would be all that is left.
     """
-    found = list(_positives(g_RC, tile, rule))
-    for at in found:
-        score2 = pos.score2[at.rows]
-        exact = torch.zeros_like(score2)
-        for dim, side, index in sides:
-            lse2, grad = side.lse2[index], side.grad[index]
-            if dim != at.dim:
-                lse2, grad = lse2[at.column.squeeze(1)], grad[at.column.squeeze(1)]
-            exact.addcmul_(grad, (score2 - lse2).exp2_())
-        # A positive that is excluded has no share in the sums, and the gradient 0 so far.
-        at.put_(exact, at.inside & (at.tile.gather(1, at.column).squeeze(1) != 0))
-    for at in found:
-        at.tile.scatter_add_(1, at.column, torch.where(at.inside, pos.grad[at.rows], 0).unsqueeze(1))
+    own = torch.zeros_like(pos.score2) if row is None else row.grad * (pos.score2 - row.lse2).exp2_()
+    if col is None:
+        return [own, own]
+    return [own, torch.addcmul(own, col.grad[labels], (pos.score2 - col.lse2[labels]).exp2_())]
 
 
 class _Workspace:
