@@ -72,6 +72,7 @@ def test_positives(n: int, m: int, tile: int) -> None:
         if place is None:
             continue
         column, inside = place
+        inside = torch.ones(piece.shape[0], dtype=torch.bool) if inside is None else inside
         assert column.shape == (piece.shape[0], 1) and inside.shape == (piece.shape[0],)
         assert column.min() >= 0 and column.max() < piece.shape[1]  # safe to gather with, inside or not
         found[piece.rows, piece.cols].scatter_add_(1, column, inside.unsqueeze(1).int())

@@ -455,6 +455,6 @@ def _alpha(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The scale of base-2 scores. At scale 0 a factor too small to change any exp2 keeps dscale computable."""
     tiny = 2.0**-70 if dtype == torch.float32 else 2.0**-200
     if scale.is_cpu:
-        return torch.tensor(scale.item() * LOG2E or tiny, dtype=dtype)
+        return torch.scalar_tensor(scale.item() * LOG2E or tiny, dtype=dtype)
     alpha = scale.to(dtype) * LOG2E
     return torch.where(alpha == 0, tiny, alpha)

@@ -33,17 +33,20 @@ class PairRule:
     def excludes(self) -> bool:
         return self.exclude_self or self.query_ids is not None
 
-    def positives(self, rows: slice, cols: slice) -> tuple[Tensor, Tensor] | None:
-        """For each row of the tile: its positive's column in the tile (clamped), and whether it lies there.
+    def positives(self, rows: slice, cols: slice) -> tuple[Tensor, Tensor | None] | None:
+        """For each row of the tile: its positive's column in the tile [R, 1], and whether it lies there at all [R].
 
-        None if the tile holds no positive. To know would stall an accelerator; there every tile may hold some.
+        None if the tile holds no positive; no mask if it holds all. To know would stall an accelerator, which gets
+        a mask for every tile and clamped columns where the positive is elsewhere.
         """
         assert self.labels is not None
+        column = self.labels[rows] - cols.start
         if self.labels.is_cpu:
             low, high = self._bounds(rows)
             if high < cols.start or low >= cols.stop:
                 return None
-        column = self.labels[rows] - cols.start
+            if cols.start <= low and high < cols.stop:
+                return column.unsqueeze(1), None
         inside = (column >= 0) & (column < cols.stop - cols.start)
         return column.clamp_(0, cols.stop - cols.start - 1).unsqueeze(1), inside
 
@@ -62,7 +65,8 @@ class PairRule:
             place = None if self.labels is None else self.positives(rows, cols)
             if place is not None:
                 column, inside = place
-                same.scatter_(1, column, same.gather(1, column) & ~inside.unsqueeze(1))
+                spared = torch.zeros_like(column, dtype=torch.bool)
+                same.scatter_(1, column, spared if inside is None else same.gather(1, column) & ~inside.unsqueeze(1))
             scores.masked_fill_(same, -torch.inf)
         if self.exclude_self and rows.start < cols.stop and cols.start < rows.stop:
             scores.diagonal(rows.start - cols.start).fill_(-torch.inf)

@@ -80,7 +80,7 @@ def forward(
             torch.mm(q_RD, ws.key(key, tile.cols).t(), out=s_RC)
             if pos is not None:
                 for at in _positives(s_RC, tile, rule):
-                    pos[at.rows] = torch.where(at.inside, at.tile.gather(1, at.column).squeeze(1), pos[at.rows])
+                    pos[at.rows] = at.get(pos[at.rows])
             rule.exclude_(s_RC, tile.rows, tile.cols)
             better = _accumulate(s_RC, ws.tile(1, tile), _sides(tile, row_sums, col_sums), shift)
             if better != shift:
@@ -138,7 +138,7 @@ def backward(
                 for at in places:
                     at.put_(weights[k is not None or tile.mirrored][at.rows], spare_excluded=rule.excludes)
                 for at in places:
-                    at.tile.scatter_add_(1, at.column, torch.where(at.inside, pos.grad[at.rows], 0).unsqueeze(1))
+                    at.add_(pos.grad[at.rows])
             if dq is not None:
                 dq_RD.addmm_(g_RC, k_CD)
             if dk is not None:
@@ -175,26 +175,39 @@ def _sides(tile: Tile, row: _T | None, col: _T | None) -> list[_Side[_T]]:
 class _Places(NamedTuple):
     """Where positives stand in a tile, seen from one side."""
 
-    dim: int  # the sides that are reduced over this dimension belong to the queries
     tile: Tensor  # the tile, or its transpose, with queries as rows
     rows: slice
     column: Tensor  # [rows, 1]
-    inside: Tensor  # [rows]
+    inside: Tensor | None  # [rows]; None stands for all
+
+    def get(self, otherwise: Tensor) -> Tensor:
+        """One value per query: from the tile, or the other one if its positive is not here."""
+        found = self.tile.gather(1, self.column).squeeze(1)
+        return found if self.inside is None else torch.where(self.inside, found, otherwise)
 
     def put_(self, values: Tensor, *, spare_excluded: bool = False) -> None:
         """Write one value per query; weights of excluded pairs, which are 0, can be left as they are."""
-        present = self.tile.gather(1, self.column).squeeze(1)
-        valid = self.inside & (present != 0) if spare_excluded else self.inside
-        self.tile.scatter_(1, self.column, torch.where(valid, values, present).unsqueeze(1))
+        if spare_excluded or self.inside is not None:
+            present = self.tile.gather(1, self.column).squeeze(1)
+            if spare_excluded:
+                values = torch.where(present != 0, values, present)
+            if self.inside is not None:
+                values = torch.where(self.inside, values, present)
+        self.tile.scatter_(1, self.column, values.unsqueeze(1))
+
+    def add_(self, values: Tensor) -> None:
+        """Add one value per query."""
+        values = values if self.inside is None else torch.where(self.inside, values, 0)
+        self.tile.scatter_add_(1, self.column, values.unsqueeze(1))
 
 
 def _positives(x_RC: Tensor, tile: Tile, rule: PairRule) -> Iterator[_Places]:
     """The positives of the tile's rows, and of its columns if it stands for its transpose too."""
-    views = [(1, x_RC, tile.rows, tile.cols), (0, x_RC.t(), tile.cols, tile.rows)]
-    for dim, x, rows, cols in views if tile.mirrored else views[:1]:
+    views = [(x_RC, tile.rows, tile.cols), (x_RC.t(), tile.cols, tile.rows)]
+    for x, rows, cols in views if tile.mirrored else views[:1]:
         place = rule.positives(rows, cols)
         if place is not None:
-            yield _Places(dim, x, rows, *place)
+            yield _Places(x, rows, *place)
 
 
 def _cached(cache: Tensor, tile: Tile) -> Tensor:
