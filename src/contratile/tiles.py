@@ -1,7 +1,7 @@
 """The tile plan: how an N x M score matrix is cut into tiles, in pure integers.
 
     >>> print(plan_tiles(8192, 8192, 512))
-    8192 x 8192 x 512 in 64 tiles of 1024 x 1024, workspace 18.0 MiB
+    8192 x 8192 x 512 in 32 tiles of 2048 x 1024, workspace 34.0 MiB
 
 A tile has to be small enough that its passes (maximum, exp2, sums) run from cache and large enough that its
 matrix products run at full speed. The plan depends on nothing but its arguments, so forward and backward, which
@@ -116,20 +116,26 @@ def plan_tiles(
 ) -> TilePlan:
     """Choose the tiles for N queries, M keys and D features; `tile` forces their height and width.
 
-    Measured rule: a tile takes an eighth of the shared cache, as two tiles and their features then stay in it, but
-    at least 512 KiB for each core to work on. Where features are so long that their blocks outgrow the workspace,
+    Measured rule: a tile takes a quarter of the shared cache, or an eighth where D is small and passes over the tile
+    weigh more than its products, but at least 512 KiB for each core. It is high rather than wide, as every block of
+    rows goes through all key gradients once. Where features are so long that their blocks outgrow the workspace,
     tiles shrink.
     """
     if tile is not None:
         rows, cols = max(1, min(tile, n)), max(1, min(tile, m))
     else:
         machine = machine or this_machine()
-        edge = isqrt(max(machine.shared_cache // 8, machine.cores * 512 * KiB) // itemsize)
-        # The largest edge with (3 * edge + 3 * d) * edge scores and features in the workspace.
-        room = WORKSPACE_LIMIT // itemsize // 3
-        edge = min(edge, (isqrt(d * d + 4 * room) - d) // 2)
-        edge = max(16, edge // 16 * 16)
-        rows, cols = _even(n, edge), _even(m, edge)
+        share = machine.shared_cache // (4 if d >= 256 else 8)
+        area = max(share, machine.cores * 512 * KiB) // itemsize
+        height = isqrt(area if symmetric else max(area, machine.shared_cache // 2 // itemsize))
+        rows = max(16, min(n, height))
+        cols = rows if symmetric else max(16, min(m, area // rows))
+        while (3 * rows * cols + (2 * rows + cols) * d) * itemsize > WORKSPACE_LIMIT and max(rows, cols) > 16:
+            if symmetric or rows >= cols:
+                rows = max(16, rows * 7 // 8)
+            if symmetric or cols > rows:
+                cols = max(16, cols * 7 // 8)
+        rows, cols = _even(n, rows), _even(m, cols)
     return TilePlan(n=n, m=m, d=d, rows=rows, cols=cols, itemsize=itemsize, symmetric=symmetric)
 
 
@@ -139,9 +145,11 @@ def _slices(length: int, step: int, first: int = 0) -> Iterator[slice]:
 
 
 def _even(length: int, step: int) -> int:
-    """The step, at most `step`, that cuts `length` into equal pieces; a multiple of 16 keeps blocks aligned."""
-    pieces = max(1, ceil(length / step))
-    return max(1, min(length, ceil(length / pieces / 16) * 16))
+    """The step, at most `step` (16 or more), that cuts `length` into equal pieces; a multiple of 16 aligns them."""
+    if length <= step:
+        return max(1, length)
+    pieces = ceil(length / (step // 16 * 16))
+    return ceil(length / pieces / 16) * 16
 
 
 @lru_cache(maxsize=1)
