@@ -30,7 +30,7 @@ bench: $(READY)
 	$(BIN)/contratile bench loss --out out/bench
 
 docs: $(READY)
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
 	rm -rf .venv out site .pytest_cache .mypy_cache .ruff_cache .hypothesis
