@@ -331,6 +331,34 @@ def test_gradient_accumulation_without_synchronisation() -> None:
             assert relative(x, parameter.grad) <= 2e-6
 
 
+def open_clip_gradients(sizes: tuple[int, ...], local_loss: bool, gather_with_grad: bool) -> list[Tensor]:
+    from contratile.bench.cases import CONTESTANTS, quiet
+
+    with quiet():
+        CONTESTANTS["open_clip"].load()  # makes the package importable beside a CPU build of torch
+        from open_clip.loss import ClipLoss
+
+        model = Towers()
+        image, text = (share(x, sizes).detach() for x in batch(sum(sizes), torch.float32))
+        keywords = {"local_loss": local_loss, "gather_with_grad": gather_with_grad}
+        loss = ClipLoss(**keywords, rank=dist.get_rank(), world_size=len(sizes))
+        loss(*DistributedDataParallel(model)(image, text)).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize(
+    ("local_loss", "gather_with_grad", "towers"), [(False, False, 0.5), (False, True, 1.0), (True, True, 1.0)]
+)
+def test_open_clips_modes_as_documented(local_loss: bool, gather_with_grad: bool, towers: float) -> None:
+    """docs/distributed.md: by default open_clip's gradients are 1 / P of those of the global mean loss."""
+    scale, *rest = single_process_gradients(16)
+    for got in pool(2).run(open_clip_gradients, (8, 8), local_loss, gather_with_grad):
+        assert relative(got[0], scale) <= 1e-5
+        for x, y in zip(got[1:], rest, strict=True):
+            assert relative(x, towers * y) <= 1e-5
+
+
 def fsdp_gradients(sizes: tuple[int, ...]) -> list[Tensor]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -415,7 +443,7 @@ def trouble(kind: str) -> str:
         visits = 0
         work = torch_tiles.backward if kind.startswith("backward") else torch_tiles.forward
 
-        def misbehave(*args: Any, **options: Any) -> None:
+        def misbehave(*args: Any, **options: Any) -> Any:
             nonlocal visits
             visits += 1
             if visits == 2 and kind.endswith("raises"):
@@ -424,7 +452,7 @@ def trouble(kind: str) -> str:
                 os.kill(os.getpid(), signal.SIGKILL)
             if visits == 2 and kind.endswith("stalls"):
                 time.sleep(60)
-            work(*args, **options)
+            return work(*args, **options)
 
         setattr(torch_tiles, work.__name__, misbehave)
     try:
