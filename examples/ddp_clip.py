@@ -1,7 +1,6 @@
 """Two towers under DDP: the loss over the pairs of all ranks, with gradients equal to one process on the whole batch.
 
     torchrun --nproc_per_node 2 examples/ddp_clip.py
-    accelerate launch --cpu --num_processes 2 examples/ddp_clip.py
     python examples/ddp_clip.py                        # one process: the same code
 
 The last line compares the parameters with those of a single process that saw the whole batch.
