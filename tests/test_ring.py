@@ -342,8 +342,8 @@ def open_clip_gradients(sizes: tuple[int, ...], local_loss: bool, gather_with_gr
         image, text = (share(x, sizes).detach() for x in batch(sum(sizes), torch.float32))
         keywords = {"local_loss": local_loss, "gather_with_grad": gather_with_grad}
         loss = ClipLoss(**keywords, rank=dist.get_rank(), world_size=len(sizes))
-        q, k, scale = DistributedDataParallel(model)(image, text)
-        loss(q.contiguous(), k.contiguous(), scale).backward()  # its all_gather wants contiguous features
+        wrapped = DistributedDataParallel(model)
+        loss(*wrapped(image, text)).backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
