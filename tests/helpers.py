@@ -1,15 +1,16 @@
 """What the tests share: features, one way to run a loss and its gradients, and the rule that judges precision."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from contratile import lse
+from contratile import lse, reference
+from contratile.contrast import as_tensor
 from contratile.pairs import PairRule
-from contratile.reference import PairStats
 from contratile.ring import Ring
+from contratile.task import Inputs, Task
 from contratile.team import ALONE
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -127,6 +128,14 @@ def assert_same(left: Outcome, right: Outcome) -> None:
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
+class PairStats(NamedTuple):
+    """What most tests look at; a side that was not asked for is empty."""
+
+    row_lse: Tensor
+    col_lse: Tensor
+    pos: Tensor
+
+
 def pair_stats(
     query: Tensor,
     key: Tensor | None,
@@ -140,6 +149,24 @@ def pair_stats(
 ) -> PairStats:
     """The primitive on one process, in nats."""
     ring = Ring.flat(ALONE, (len(query if key is None else key),), total=len(query))
-    engine = lse.Engine(ring, "auto", tile, cache_bytes)
-    row_lse, col_lse, pos, unit = lse.pair_stats(query, key, scale, rule, engine, rows=rows, cols=cols)
-    return PairStats(row_lse * unit, col_lse * unit, pos * unit)
+    x = Inputs(
+        query,
+        key,
+        as_tensor(scale, query),
+        labels=rule.labels,
+        query_ids=rule.query_ids,
+        key_ids=rule.key_ids,
+    )
+    task = Task(rows=rows, cols=cols, exclude_self=rule.exclude_self)
+    results, unit = lse.pair_stats(x, task, lse.Engine(ring, "auto", tile, cache_bytes))
+    return picked(results, unit, like=query)
+
+
+def dense_pair_stats(query: Tensor, key: Tensor | None, scale: Tensor | float = 1.0, **options: Any) -> PairStats:
+    """The oracle in the same form."""
+    return picked(reference.pair_stats(query, key, scale, **options), 1.0, like=query)
+
+
+def picked(results: dict[str, Tensor], unit: float, *, like: Tensor) -> PairStats:
+    none = like.new_empty(0)
+    return PairStats(*(results[name] * unit if name in results else none for name in ("row", "col", "pos")))

@@ -18,8 +18,9 @@ import torch._dynamo.testing
 from torch import Tensor, nn
 
 import contratile as ct
-from contratile import lse, reference
+from contratile import operators, reference
 from contratile.pairs import PairRule
+from contratile.task import Inputs, Task
 from tests.helpers import features, labels_of, pair_stats, randn
 
 N, D = 21, 6
@@ -41,6 +42,7 @@ def leaves(*, dtype: torch.dtype = torch.float32, scale: float = 8.0) -> tuple[T
 # --- operators ----------------------------------------------------------------------------------------------------
 
 IDS = torch.arange(N) % 5
+CLASSES = IDS.unsqueeze(1)
 
 
 @pytest.mark.parametrize(
@@ -52,26 +54,27 @@ IDS = torch.arange(N) % 5
         {"rows": False, "tile": 5},
         {"query_ids": IDS, "key_ids": IDS, "labels": LABELS, "cache_bytes": 400},
         {"one_set": True, "exclude_self": True, "cols": False},
+        {"reduce": "softplus", "labels": torch.arange(N), "bias": torch.tensor(-3.0), "cols": False},
+        {"labels": torch.arange(N), "margin": 0.1, "ranks": True, "query_classes": CLASSES, "key_classes": CLASSES},
     ],
-    ids=["nothing", "labels", "rows and cache", "cols", "ids and half a cache", "one set"],
+    ids=["nothing", "labels", "rows and cache", "cols", "ids and half a cache", "one set", "softplus", "everything"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_operators_pass_opcheck(dtype: torch.dtype, options: dict[str, Any]) -> None:
     q, k, scale = leaves(dtype=dtype)
-    key = None if options.get("one_set") else k
-    vectors = [options.get(name) for name in ("labels", "query_ids", "key_ids")]
-    rule = (*vectors, options.get("exclude_self", False))
-    sides = options.get("rows", True), options.get("cols", True)
-    tile, cache_bytes = options.get("tile", 8), options.get("cache_bytes", 0)
-    inputs = (q, key, scale, *rule, *sides, tile, cache_bytes)
-    torch.library.opcheck(lse._forward_op, inputs)
-    row_lse2, col_lse2, pos2, cache = (x.detach() for x in lse._forward_op(*inputs))
-    upstream = [randn(len(x), seed=4, dtype=x.dtype) if len(x) else None for x in (row_lse2, col_lse2, pos2)]
-    for wants in ((True, key is not None, True), (False, False, True), (True, False, False)):
-        backward_inputs = (q, key, scale, *rule, tile, row_lse2, col_lse2, pos2, cache, *upstream, *wants)
-        detached = tuple(x.detach() if isinstance(x, Tensor) else x for x in backward_inputs)
+    options = dict(options)
+    key = None if options.pop("one_set", False) else k
+    task = Task(**{name: options.pop(name) for name in list(options) if name in Task._fields})
+    x = Inputs(q, key, scale, **options)
+    task = task._replace(tile=task.tile or 8)
+    torch.library.opcheck(operators.pair_statistics, (*x, *task))
+    results = [y.detach() for y in operators.pair_statistics(*x, *task)]
+    upstream = [randn(*y.shape, seed=4, dtype=y.dtype) for y in results]
+    detached = [None if y is None else y.detach() for y in x]
+    has_bias = x.bias is not None
+    for wants in ((True, key is not None, True, has_bias), (False, False, True, False), (True, False, False, False)):
         # Its derivative is refused on purpose, so the operator is checked for tensors that want none.
-        torch.library.opcheck(lse._backward_op, detached)
+        torch.library.opcheck(operators.pair_gradients, (*detached, *task, results, upstream, list(wants)))
 
 
 # --- compile ------------------------------------------------------------------------------------------------------
@@ -312,8 +315,8 @@ def test_import_is_lazy() -> None:
 
 
 ORDER = (
-    "errors reference tiles stats pairs backends team ring lse functional modules grad_cache metrics plan integrations "
-    "data train bench cli"
+    "errors reference task tiles stats pairs classes backends team ring passes operators lse contrast functional "
+    "modules memory_queue grad_cache metrics plan integrations data train bench cli"
 ).split()
 
 

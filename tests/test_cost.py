@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import contratile as ct
-from contratile import lse
+from contratile import operators
 from contratile.pairs import PairRule
 from contratile.tiles import plan_tiles
 from tests.helpers import features, labels_of, pair_stats
@@ -36,8 +36,8 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for name, op in (
-            ("contratile::pair_lse", lse._forward_op),
-            ("contratile::pair_lse_backward", lse._backward_op),
+            ("contratile::pair_statistics", operators.pair_statistics),
+            ("contratile::pair_gradients", operators.pair_gradients),
         ):
             if func._schema.name == name:
                 with self:

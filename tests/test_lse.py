@@ -7,9 +7,20 @@ import torch
 from torch import Tensor
 
 import contratile as ct
-from contratile import reference
 from contratile.pairs import PairRule
-from tests.helpers import DTYPES, Function, assert_precise, assert_same, features, labels_of, pair_stats, randn, run
+from tests.helpers import (
+    DTYPES,
+    Function,
+    PairStats,
+    assert_precise,
+    assert_same,
+    dense_pair_stats,
+    features,
+    labels_of,
+    pair_stats,
+    randn,
+    run,
+)
 
 SCALE = torch.tensor(5.0)
 
@@ -30,8 +41,8 @@ def ours(rule: dict[str, Any], *, itself: bool = False, **keywords: Any) -> Func
 def dense(rule: dict[str, Any], *, itself: bool = False, **keywords: Any) -> Function:
     def function(q: Tensor, k: Tensor, s: Tensor) -> tuple[Tensor, ...]:
         if itself:
-            return reference.pair_stats(q, None, s + 0 * k.sum(), **rule, **keywords)
-        return reference.pair_stats(q, k, s, **rule, **keywords)
+            return dense_pair_stats(q, None, s + 0 * k.sum(), **rule, **keywords)
+        return dense_pair_stats(q, k, s, **rule, **keywords)
 
     return function
 
@@ -97,7 +108,7 @@ def test_one_set_with_positives_that_are_not_mutual(tile: int | None) -> None:
     ids = torch.arange(N) % 3 // 2
     rule: dict[str, Any] = {"exclude_self": True, "labels": labels, "query_ids": ids, "key_ids": ids}
     got = pair_stats(query, None, 5.0, PairRule(**rule), tile=tile)
-    expected = reference.pair_stats(query, None, 5.0, **rule)
+    expected = dense_pair_stats(query, None, 5.0, **rule)
     for ours_, dense_ in zip(got, expected, strict=True):
         torch.testing.assert_close(ours_, dense_)
 
@@ -123,15 +134,15 @@ def test_scale_alone_takes_its_gradient_under_a_rule(name: str) -> None:
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-12, atol=0.0)
 
 
-def dense_(query: Tensor, scale: Tensor, rule: dict[str, Any]) -> reference.PairStats:
-    return reference.pair_stats(query, None, scale, **rule)
+def dense_(query: Tensor, scale: Tensor, rule: dict[str, Any]) -> PairStats:
+    return dense_pair_stats(query, None, scale, **rule)
 
 
 def test_positive_is_the_score_even_where_the_pair_is_excluded() -> None:
     query = features(11, 4, seed=1)
     rule: dict[str, Any] = {"exclude_self": True, "labels": torch.arange(11)}
     got = pair_stats(query, None, 2.0, PairRule(**rule), tile=4)
-    expected = reference.pair_stats(query, None, 2.0, **rule)
+    expected = dense_pair_stats(query, None, 2.0, **rule)
     assert torch.allclose(got.pos, expected.pos) and torch.allclose(got.row_lse, expected.row_lse)
     for wants in (True, False):  # with a feature gradient, and the scale's alone
         grads = []

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from contratile.pairs import PairRule
-from contratile.tiles import plan_tiles
+from contratile.pairs import PairRule, Places
+from contratile.tiles import Tile, plan_tiles
 from tests.helpers import labels_of
 
 SHAPES = [(1, 1), (5, 5), (9, 17), (17, 9)]
@@ -46,9 +46,8 @@ def test_exclusions(name: str, n: int, m: int, tile: int) -> None:
     scores = torch.arange(float(n * m)).view(n, m)
     expected = scores.masked_fill(left_out_naively(n, m, rule), -torch.inf)
     for piece in plan_tiles(n, m, 1, tile=tile).tiles():
-        rule.exclude_(scores[piece.rows, piece.cols], piece.rows, piece.cols)
+        rule.exclude_(scores[piece.rows, piece.cols], piece)
     assert torch.equal(scores, expected)
-    assert rule.excludes == (name != "nothing")
 
 
 @pytest.mark.parametrize("name", ["ids and labels", "everything"])
@@ -61,6 +60,12 @@ def test_exclusions_are_not_all_or_nothing(name: str) -> None:
     assert (rule.query_ids == rule.key_ids[rule.labels]).any()
 
 
+def check_place(place: Places, piece: Tile) -> None:
+    height, width = piece.shape
+    assert place.column.shape == (height, 1) and (place.inside is None or place.inside.shape == (height,))
+    assert place.column.min() >= 0 and place.column.max() < width  # safe to gather with, inside or not
+
+
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(("n", "m"), SHAPES)
 def test_positives(n: int, m: int, tile: int) -> None:
@@ -68,14 +73,9 @@ def test_positives(n: int, m: int, tile: int) -> None:
     before, rule = labels.clone(), PairRule(labels=labels)
     found = torch.zeros(n, m, dtype=torch.int)
     for piece in plan_tiles(n, m, 1, tile=tile).tiles():
-        place = rule.positives(piece.rows, piece.cols)
-        if place is None:
-            continue
-        column, inside = place
-        inside = torch.ones(piece.shape[0], dtype=torch.bool) if inside is None else inside
-        assert column.shape == (piece.shape[0], 1) and inside.shape == (piece.shape[0],)
-        assert column.min() >= 0 and column.max() < piece.shape[1]  # safe to gather with, inside or not
-        found[piece.rows, piece.cols].scatter_add_(1, column, inside.unsqueeze(1).int())
+        for place in rule.places(found[piece.rows, piece.cols], piece):
+            check_place(place, piece)
+            place.add_(torch.ones(piece.shape[0], dtype=torch.int))
     expected = torch.zeros(n, m, dtype=torch.int).scatter_(1, labels.unsqueeze(1), 1)
     assert torch.equal(found, expected)
     assert torch.equal(labels, before)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from contratile import reference
 from contratile.reference import Reduction
-from tests.helpers import labels_of, randn
+from tests.helpers import dense_pair_stats, labels_of, randn
 
 EXACT: dict[str, Any] = {"rtol": 1e-13, "atol": 1e-13}
 
@@ -71,7 +71,7 @@ def test_exclude_self() -> None:
     query = double(6, 4, seed=1)
     scores = query @ query.T
     expected = torch.stack([torch.cat([scores[i, :i], scores[i, i + 1 :]]).logsumexp(0) for i in range(6)])
-    stats = reference.pair_stats(query, None, exclude_self=True)
+    stats = dense_pair_stats(query, None, exclude_self=True)
     torch.testing.assert_close(stats.row_lse, expected, **EXACT)
     torch.testing.assert_close(stats.col_lse, expected, **EXACT)
     assert stats.pos.shape == (0,)
@@ -82,8 +82,8 @@ def test_ids_leave_pairs_out_but_never_the_positive() -> None:
     query_ids, key_ids = torch.arange(6) % 3, torch.arange(9) % 3
     labels = torch.tensor([0, 1, 2, 5, 8, 1])
     scores = 1.5 * query @ key.T
-    stats = reference.pair_stats(query, key, 1.5, labels=labels, query_ids=query_ids, key_ids=key_ids)
-    without = reference.pair_stats(query, key, 1.5, query_ids=query_ids, key_ids=key_ids)
+    stats = dense_pair_stats(query, key, 1.5, labels=labels, query_ids=query_ids, key_ids=key_ids)
+    without = dense_pair_stats(query, key, 1.5, query_ids=query_ids, key_ids=key_ids)
     for i in range(6):
         counted = [j for j in range(9) if query_ids[i] != key_ids[j]]
         torch.testing.assert_close(without.row_lse[i], scores[i, counted].logsumexp(0), **EXACT)
@@ -98,5 +98,5 @@ def test_ids_leave_pairs_out_but_never_the_positive() -> None:
 def test_a_query_without_pairs_is_minus_infinity() -> None:
     query, key = double(2, 3, seed=1), double(4, 3, seed=2)
     ids = torch.tensor([0, 1]), torch.zeros(4, dtype=torch.long)
-    stats = reference.pair_stats(query, key, query_ids=ids[0], key_ids=ids[1])
+    stats = dense_pair_stats(query, key, query_ids=ids[0], key_ids=ids[1])
     assert stats.row_lse[0] == -torch.inf and stats.row_lse[1].isfinite()

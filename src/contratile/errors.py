@@ -65,15 +65,15 @@ def check_features(named: dict[str, Tensor], *, empty: bool) -> None:
             bad_type(both, expected="one device", got=f"{x.device} and {y.device}", remedy=remedy)
 
 
-def check_scale(scale: object) -> None:
-    """A scale is a number or a tensor of one float."""
+def check_scale(scale: object, name: str = "scale") -> None:
+    """A scale (or temperature, or bias) is a number or a tensor of one float."""
     if isinstance(scale, Tensor):
         if scale.numel() != 1 or not scale.is_floating_point():
             got = f"{scale.dtype} of shape {list(scale.shape)}"
-            bad_value("scale", expected="a float or a 0-d float tensor", got=got, remedy="One scale serves all pairs.")
+            bad_value(name, expected="a float or a 0-d float tensor", got=got, remedy=f"One {name} serves all pairs.")
     elif isinstance(scale, bool) or not isinstance(scale, int | float):
         remedy = "Pass a number, or a tensor if it is learned."
-        bad_type("scale", expected="a float or a 0-d float tensor", got=type(scale).__name__, remedy=remedy)
+        bad_type(name, expected="a float or a 0-d float tensor", got=type(scale).__name__, remedy=remedy)
 
 
 def check_vector(name: str, x: Tensor, *, length: int, device: torch.device) -> None:

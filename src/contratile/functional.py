@@ -11,14 +11,39 @@ in fp32 (fp64 for fp64 features), gradients in the dtype of what they belong to.
     tile         rows and columns of a tile; None lets `plan_tiles` choose
     cache_bytes  memory that may be spent on keeping score tiles for the backward pass, which then saves one of
                  four matrix products for each tile kept; the results are the same to the last bit
+
+`clip_loss` and `info_nce` also take
+
+    ids              whole numbers, one per pair, or (query_ids, key_ids): keys of a query's id are no negatives of it
+                     (duplicates, several captions of one image); its positive stays
+    extra_keys       [E, D] more negatives for all queries: a queue, mined ones. Each rank brings its own, and all
+                     queries of all ranks meet them; `extra_ids` [E] compares with the ids of queries
+    hard_negatives   [N, H, D] negatives of each query's own; `hard_mask` [N, H] is False where one is padding
+    margin           a negative more similar than the positive less this margin (before the scale) is taken for a false
+                     one and dropped
+    label_smoothing  this share of the target is spread over all keys that count, the positive included
+    weights          [N] of pairs: the mean is sum(w * loss) / sum(w) over all ranks
+    return_stats     (loss, `BatchStats`) instead of the loss
+
+which cost nothing where they are not used.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor
 
 from contratile.backends import BACKENDS, Backend
+from contratile.contrast import (
+    BatchStats,
+    Ids,
+    Options,
+    as_tensor,
+    cross_entropies,
+)
 from contratile.errors import (
     bad_value,
     check_choice,
@@ -29,10 +54,46 @@ from contratile.errors import (
     check_vector,
 )
 from contratile.lse import Engine, pair_stats
-from contratile.pairs import PairRule
 from contratile.reference import REDUCTIONS, Reduction
 from contratile.ring import Ring
+from contratile.task import Inputs, Task
 from contratile.team import Facts, Group, Team
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class How(NamedTuple):
+    """The keywords of every loss."""
+
+    group: Group
+    reduction: Reduction
+    backend: Backend
+    tile: int | None
+    cache_bytes: int
+
+
+class Keywords(TypedDict, total=False):
+    """The same, as type checkers see them."""
+
+    group: Group
+    reduction: Reduction
+    backend: Backend
+    tile: int | None
+    cache_bytes: int
+
+
+class PairKeywords(Keywords, total=False):
+    """What `clip_loss` and `info_nce` take."""
+
+    ids: Ids | None
+    extra_keys: Tensor | None
+    extra_ids: Tensor | None
+    hard_negatives: Tensor | None
+    hard_mask: Tensor | None
+    margin: float | None
+    label_smoothing: float
+    weights: Tensor | None
 
 
 def pair_lse(
@@ -55,65 +116,127 @@ def pair_lse(
     A side that is not asked for is empty. `key=None` stands for the queries themselves, at half the work.
     """
     features = {"query": query} if key is None else {"query": query, "key": key}
-    call = f"pair_lse rows={rows} cols={cols}"
-    engine = _start(call, features, scale, group, backend, tile, cache_bytes)
-    stats = pair_stats(query, key, scale, PairRule(), engine, rows=rows, cols=cols)
-    return stats.row_lse * stats.unit, stats.col_lse * stats.unit
+    how = How(group, "none", backend, tile, cache_bytes)
+    engine = _start(f"pair_lse rows={rows} cols={cols}", features, {"scale": scale}, how)
+    results, unit = pair_stats(Inputs(query, key, as_tensor(scale, query)), Task(rows=rows, cols=cols), engine)
+    row, col = (results[side] * unit if side in results else query.new_empty(0) for side in ("row", "col"))
+    return row, col
 
 
+@overload
 def clip_loss(
     image: Tensor,
     text: Tensor,
     scale: Tensor | float = 1.0,
     *,
+    return_stats: Literal[False] = False,
+    **keywords: Unpack[PairKeywords],
+) -> Tensor: ...
+@overload
+def clip_loss(
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor | float = 1.0,
+    *,
+    return_stats: Literal[True],
+    **keywords: Unpack[PairKeywords],
+) -> tuple[Tensor, BatchStats]: ...
+def clip_loss(
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor | float = 1.0,
+    *,
+    ids: Ids | None = None,
+    extra_keys: Tensor | None = None,
+    extra_ids: Tensor | None = None,
+    hard_negatives: Tensor | None = None,
+    hard_mask: Tensor | None = None,
+    margin: float | None = None,
+    label_smoothing: float = 0.0,
+    weights: Tensor | None = None,
+    return_stats: bool = False,
     group: Group = "auto",
     reduction: Reduction = "mean",
     backend: Backend = "auto",
     tile: int | None = None,
     cache_bytes: int = 0,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, BatchStats]:
     """The symmetric contrastive loss of CLIP over pairs (image_i, text_i). Replaces
 
-    logits = scale * image @ text.T
-    labels = torch.arange(len(logits))
-    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+        logits = scale * image @ text.T
+        labels = torch.arange(len(logits))
+        return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+    Extra keys and hard negatives are texts: images are their queries.
     """
+    negatives = extra_keys, extra_ids, hard_negatives, hard_mask
+    options = Options(ids, *negatives, margin, label_smoothing, weights, return_stats)
 
     def check() -> None:
-        check_choice("reduction", reduction, REDUCTIONS)
-        if len(image) != len(text):
-            got = f"{len(image)} and {len(text)}"
-            remedy = "Row i of one is the positive of row i of the other; use info_nce for more keys than queries."
-            bad_value("image and text", expected="equally many rows", got=got, remedy=remedy)
+        _check_pairs("image and text", image, text)
+        options.check(image, text)
 
     features = {"image": image, "text": text}
-    engine = _start(f"clip_loss {reduction}", features, scale, group, backend, tile, cache_bytes, check)
-    rule = PairRule(labels=torch.arange(len(image), device=image.device))
-    row_lse, col_lse, pos, unit = pair_stats(image, text, scale, rule, engine)
-    return _reduce(row_lse - pos + (col_lse - pos), unit / 2, reduction, engine.ring)
+    how = How(group, reduction, backend, tile, cache_bytes)
+    engine = _start("clip_loss", features, {"scale": scale}, how, check, options)
+    labels = torch.arange(len(image), device=image.device)
+    losses = cross_entropies(image, text, scale, labels, options, engine, cols=True)
+    assert losses.col is not None
+    loss = _reduce(losses.row + losses.col, losses.unit / 2, reduction, engine.ring, weights)
+    return loss if losses.stats is None else (loss, losses.stats)
 
 
+@overload
 def info_nce(
     query: Tensor,
     key: Tensor,
     scale: Tensor | float = 1.0,
     *,
     labels: Tensor | None = None,
+    return_stats: Literal[False] = False,
+    **keywords: Unpack[PairKeywords],
+) -> Tensor: ...
+@overload
+def info_nce(
+    query: Tensor,
+    key: Tensor,
+    scale: Tensor | float = 1.0,
+    *,
+    labels: Tensor | None = None,
+    return_stats: Literal[True],
+    **keywords: Unpack[PairKeywords],
+) -> tuple[Tensor, BatchStats]: ...
+def info_nce(
+    query: Tensor,
+    key: Tensor,
+    scale: Tensor | float = 1.0,
+    *,
+    labels: Tensor | None = None,
+    ids: Ids | None = None,
+    extra_keys: Tensor | None = None,
+    extra_ids: Tensor | None = None,
+    hard_negatives: Tensor | None = None,
+    hard_mask: Tensor | None = None,
+    margin: float | None = None,
+    label_smoothing: float = 0.0,
+    weights: Tensor | None = None,
+    return_stats: bool = False,
     group: Group = "auto",
     reduction: Reduction = "mean",
     backend: Backend = "auto",
     tile: int | None = None,
     cache_bytes: int = 0,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, BatchStats]:
     """InfoNCE of queries against keys, of which there may be more than queries. Replaces
 
         return F.cross_entropy(scale * query @ key.T, labels)
 
     `labels[i]` is the row of `key` that is query i's positive; by default it is row i.
     """
+    negatives = extra_keys, extra_ids, hard_negatives, hard_mask
+    options = Options(ids, *negatives, margin, label_smoothing, weights, return_stats)
 
     def check() -> None:
-        check_choice("reduction", reduction, REDUCTIONS)
         if labels is not None:
             check_vector("labels", labels, length=len(query), device=query.device)
             if len(labels) and not torch.compiler.is_compiling():  # the compiled operator checks for itself
@@ -121,34 +244,159 @@ def info_nce(
         elif len(key) < len(query):
             remedy = "Without labels query i's positive is key i; pass labels= if queries share keys."
             bad_value("key", expected=f"at least {len(query)} rows", got=len(key), remedy=remedy)
+        options.check(query, key)
 
+    how = How(group, reduction, backend, tile, cache_bytes)
     features = {"query": query, "key": key}
-    engine = _start(f"info_nce {reduction}", features, scale, group, backend, tile, cache_bytes, check)
-    rule = PairRule(labels=torch.arange(len(query), device=query.device) if labels is None else labels.long())
-    row_lse, _, pos, unit = pair_stats(query, key, scale, rule, engine, cols=False)
-    return _reduce(row_lse - pos, unit, reduction, engine.ring)
+    engine = _start("info_nce", features, {"scale": scale}, how, check, options)
+    labels = torch.arange(len(query), device=query.device) if labels is None else labels.long()
+    losses = cross_entropies(query, key, scale, labels, options, engine, cols=False)
+    loss = _reduce(losses.row, losses.unit, reduction, engine.ring, weights)
+    return loss if losses.stats is None else (loss, losses.stats)
+
+
+def nt_xent(
+    z1: Tensor,
+    z2: Tensor,
+    temperature: Tensor | float = 0.5,
+    *,
+    group: Group = "auto",
+    reduction: Reduction = "mean",
+    backend: Backend = "auto",
+    tile: int | None = None,
+    cache_bytes: int = 0,
+) -> Tensor:
+    """SimCLR's loss of two views of each example: every view against all others. Replaces
+
+        z = torch.cat([z1, z2])
+        scores = (z @ z.T / temperature).fill_diagonal_(-inf)
+        return F.cross_entropy(scores, torch.arange(2 * n).roll(n))
+
+    Scores are symmetric: on one process only the upper triangle of tiles is computed. The mean is over all 2N views,
+    and `reduction="none"` gives those of z1, then those of z2.
+    """
+
+    def check() -> None:
+        _check_pairs("z1 and z2", z1, z2)
+        _check_temperature(temperature)
+
+    how = How(group, reduction, backend, tile, cache_bytes)
+    engine = _start("nt_xent", {"z1": z1, "z2": z2}, {"temperature": temperature}, how, check, views=2)
+    z = torch.cat([z1, z2])
+    labels = torch.arange(len(z), device=z.device).roll(len(z1))
+    x = Inputs(z, None, 1 / as_tensor(temperature, z), labels=labels)
+    results, unit = pair_stats(x, Task(cols=False, exclude_self=True), engine)
+    return _reduce(results["row"] - results["pos"], unit, reduction, engine.ring)
+
+
+def sup_con(
+    z: Tensor,
+    labels: Tensor,
+    temperature: Tensor | float = 0.1,
+    *,
+    group: Group = "auto",
+    reduction: Reduction = "mean",
+    backend: Backend = "auto",
+    tile: int | None = None,
+    cache_bytes: int = 0,
+) -> Tensor:
+    """The supervised contrastive loss: all others of an anchor's label are its positives. Replaces
+
+        scores = z @ z.T / temperature
+        log_prob = scores - scores.fill_diagonal_(-inf).logsumexp(1, keepdim=True)
+        positive = (labels[:, None] == labels).fill_diagonal_(False)
+        return -((log_prob * positive).sum(1) / positive.sum(1))[positive.any(1)].mean()
+
+    An anchor without a positive is 0 and is not counted in the mean.
+    """
+
+    def check() -> None:
+        check_vector("labels", labels, length=len(z), device=z.device)
+        _check_temperature(temperature)
+
+    how = How(group, reduction, backend, tile, cache_bytes)
+    engine = _start("sup_con", {"z": z}, {"temperature": temperature}, how, check)
+    classes = labels.long().unsqueeze(1)
+    itself = torch.arange(len(z), device=z.device)
+    x = Inputs(z, None, 1 / as_tensor(temperature, z), labels=itself, query_classes=classes, key_classes=classes)
+    results, unit = pair_stats(x, Task(cols=False, exclude_self=True), engine)
+    total, count = results["row_sums"][:, 0] - results["pos"], results["row_counts"][:, 0] - 1
+    rows = torch.where(count > 0, results["row"] - total / count.clamp(min=1), 0) * unit
+    if reduction != "mean":
+        return _reduce(rows, 1.0, reduction, engine.ring)
+    team = engine.ring.team
+    return rows.sum() * (team.size / team.sum((count > 0).sum().to(rows.dtype)).clamp(min=1))
+
+
+def siglip_loss(
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor | float,
+    bias: Tensor | float,
+    *,
+    group: Group = "auto",
+    reduction: Reduction = "mean",
+    backend: Backend = "auto",
+    tile: int | None = None,
+    cache_bytes: int = 0,
+) -> Tensor:
+    """The sigmoid loss of SigLIP, scaled as open_clip's. Replaces
+
+    logits = scale * image @ text.T + bias
+    return -F.logsigmoid((2 * torch.eye(n) - 1) * logits).sum() / n
+    """
+
+    def check() -> None:
+        _check_pairs("image and text", image, text)
+        check_scale(bias, "bias")
+
+    how = How(group, reduction, backend, tile, cache_bytes)
+    numbers = {"scale": scale, "bias": bias}
+    engine = _start("siglip_loss", {"image": image, "text": text}, numbers, how, check)
+    labels = torch.arange(len(image), device=image.device)
+    x = Inputs(image, text, as_tensor(scale, image), as_tensor(bias, image), labels=labels)
+    results, unit = pair_stats(x, Task(reduce="softplus", cols=False), engine)
+    return _reduce(results["row"], unit, reduction, engine.ring)
+
+
+def _check_pairs(names: str, left: Tensor, right: Tensor) -> None:
+    if len(left) != len(right):
+        remedy = "Row i of one is the positive of row i of the other; use info_nce for more keys than queries."
+        bad_value(names, expected="equally many rows", got=f"{len(left)} and {len(right)}", remedy=remedy)
+
+
+def _check_temperature(temperature: Tensor | float) -> None:
+    check_scale(temperature, "temperature")
+    if not isinstance(temperature, Tensor) and not temperature > 0:
+        bad_value("temperature", expected="a positive number", got=temperature, remedy="SimCLR uses 0.1 to 0.5.")
 
 
 def _start(
     call: str,
     features: dict[str, Tensor],
-    scale: Tensor | float,
-    group: Group,
-    backend: Backend,
-    tile: int | None,
-    cache_bytes: int,
+    numbers: dict[str, Tensor | float],
+    how: How,
     check: Callable[[], None] = lambda: None,
+    options: Options | None = None,
+    *,
+    views: int = 1,
 ) -> Engine:
-    """Check the arguments and, over several ranks, that everybody is making the same call."""
+    """Check the arguments and, over several ranks, that everybody is making the same call.
+
+    A loss that takes its features together as one set of `views` per row has so many times their rows.
+    """
+    group, reduction, backend, tile, cache_bytes = how
     team = Team.of(group)
     try:
         check_features(features, empty=team.size > 1)
+        check_choice("reduction", reduction, REDUCTIONS)
         check()
         check_choice("backend", backend, BACKENDS)
         check_count("cache_bytes", cache_bytes, least=0)
         if tile is not None:
             check_count("tile", tile, least=1)
-        check_scale(scale)
+        for name, number in numbers.items():
+            check_scale(number, name)
         if backend == "dense" and team.size > 1:
             remedy = "Use backend='torch', or group=None for this rank's own pairs."
             bad_value("backend", expected="'auto' or 'torch' over several ranks", got="'dense'", remedy=remedy)
@@ -156,28 +404,40 @@ def _start(
         team.refuse(error)
         raise
     query, *others = features.values()
-    key = others[0] if others else query
-    if team.size == 1:
-        return Engine(Ring.flat(team, (key.shape[0],), total=query.shape[0]), backend, tile, cache_bytes)
-    inputs = {**features, "scale": scale}
-    wanting = [name for name, x in inputs.items() if isinstance(x, Tensor) and x.requires_grad]
-    facts = team.handshake(
-        Facts(
-            queries=len(query),
-            keys=len(key),
-            features=query.shape[1],
-            dtype=str(query.dtype).removeprefix("torch."),
-            device=query.device.type,
-            call=call,
-            gradient=" ".join(wanting) if torch.is_grad_enabled() and wanting else "none",
+    key = others[0] if others and views == 1 else query
+    extra = None if options is None else options.extra_keys
+    mine = views * query.shape[0], views * key.shape[0], 0 if extra is None else extra.shape[0]
+    sizes = [mine]
+    if team.size > 1:
+        inputs = {**features, "extra_keys": extra, **numbers}
+        wanting = [name for name, x in inputs.items() if isinstance(x, Tensor) and x.requires_grad]
+        facts = team.handshake(
+            Facts(
+                queries=mine[0],
+                keys=mine[1],
+                extra=mine[2],
+                features=query.shape[1],
+                dtype=str(query.dtype).removeprefix("torch."),
+                device=query.device.type,
+                call=f"{call} {reduction} {'' if options is None else options.named()}",
+                gradient=" ".join(wanting) if torch.is_grad_enabled() and wanting else "none",
+            )
         )
+        sizes = [(fact.queries, fact.keys, fact.extra) for fact in facts]
+    queries, keys, extras = zip(*sizes, strict=True)
+    ring = Ring.flat(team, keys, total=sum(queries))
+    return Engine(
+        ring, backend, tile, cache_bytes, None if extra is None else Ring.flat(team, extras, total=sum(queries))
     )
-    ring = Ring.flat(team, tuple(fact.keys for fact in facts), total=sum(fact.queries for fact in facts))
-    return Engine(ring, backend, tile, cache_bytes)
 
 
-def _reduce(per_row: Tensor, unit: float, reduction: Reduction, ring: Ring) -> Tensor:
-    """`unit` times the rows, their sum, or their share of the global mean."""
+def _reduce(per_row: Tensor, unit: float, reduction: Reduction, ring: Ring, weights: Tensor | None = None) -> Tensor:
+    """`unit` times the rows, their sum, or their share of the global mean, each weighed."""
+    if weights is not None:
+        per_row = per_row * weights
     if reduction == "none":
         return per_row * unit
-    return per_row.sum() * (unit if reduction == "sum" else unit * ring.team.size / ring.total)
+    if reduction == "sum":
+        return per_row.sum() * unit
+    total = ring.total if weights is None else ring.team.sum(weights.sum().to(per_row.dtype))
+    return per_row.sum() * (unit * ring.team.size / total)

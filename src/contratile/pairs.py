@@ -4,10 +4,14 @@ A tile evaluates the rule from O(N) vectors and its own position; no N x M mask 
 the same rule about the same tile, so both see exactly the same pairs.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from contratile.tiles import Tile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +33,31 @@ class PairRule:
     def __post_init__(self) -> None:
         assert (self.query_ids is None) == (self.key_ids is None), "ids come for both sides or for none"
 
-    @property
-    def excludes(self) -> bool:
-        return self.exclude_self or self.query_ids is not None
+    def exclude_(self, scores: Tensor, tile: Tile) -> None:
+        """Write -inf over the pairs of this tile that do not count."""
+        rows, cols = tile.rows, tile.cols
+        if self.query_ids is not None and self.key_ids is not None:
+            same = self.query_ids[rows].unsqueeze(1) == self.key_ids[cols]
+            place = None if self.labels is None else self._positives(rows, cols)
+            if place is not None:
+                column, inside = place
+                spared = torch.zeros_like(column, dtype=torch.bool)
+                same.scatter_(1, column, spared if inside is None else same.gather(1, column) & ~inside.unsqueeze(1))
+            scores.masked_fill_(same, -torch.inf)
+        if self.exclude_self and rows.start < cols.stop and cols.start < rows.stop:
+            scores.diagonal(rows.start - cols.start).fill_(-torch.inf)
 
-    def positives(self, rows: slice, cols: slice) -> tuple[Tensor, Tensor | None] | None:
+    def places(self, x_RC: Tensor, tile: Tile) -> Iterator["Places"]:
+        """The positives of the tile's rows, and of its columns if it stands for its transpose too."""
+        if self.labels is None:
+            return
+        views = [(x_RC, tile.rows, tile.cols), (x_RC.t(), tile.cols, tile.rows)]
+        for x, rows, cols in views if tile.mirrored else views[:1]:
+            place = self._positives(rows, cols)
+            if place is not None:
+                yield Places(x, rows, *place)
+
+    def _positives(self, rows: slice, cols: slice) -> tuple[Tensor, Tensor | None] | None:
         """For each row of the tile: its positive's column in the tile [R, 1], and whether it lies there at all [R].
 
         None if the tile holds no positive; no mask if it holds all. To know would stall an accelerator, which gets
@@ -58,15 +82,31 @@ class PairRule:
             self._known[rows.start] = int(low), int(high)
         return self._known[rows.start]
 
-    def exclude_(self, scores: Tensor, rows: slice, cols: slice) -> None:
-        """Write -inf over the pairs of this tile that do not count."""
-        if self.query_ids is not None and self.key_ids is not None:
-            same = self.query_ids[rows].unsqueeze(1) == self.key_ids[cols]
-            place = None if self.labels is None else self.positives(rows, cols)
-            if place is not None:
-                column, inside = place
-                spared = torch.zeros_like(column, dtype=torch.bool)
-                same.scatter_(1, column, spared if inside is None else same.gather(1, column) & ~inside.unsqueeze(1))
-            scores.masked_fill_(same, -torch.inf)
-        if self.exclude_self and rows.start < cols.stop and cols.start < rows.stop:
-            scores.diagonal(rows.start - cols.start).fill_(-torch.inf)
+
+class Places(NamedTuple):
+    """Where positives stand in a tile, seen from one side."""
+
+    tile: Tensor  # the tile, or its transpose, with queries as rows
+    rows: slice
+    column: Tensor  # [rows, 1]
+    inside: Tensor | None  # [rows]; None stands for all
+
+    def get(self, otherwise: Tensor) -> Tensor:
+        """One value per query: from the tile, or the other one if its positive is not here."""
+        found = self.tile.gather(1, self.column).squeeze(1)
+        return found if self.inside is None else torch.where(self.inside, found, otherwise)
+
+    def put_(self, values: Tensor, *, spare_excluded: bool = False) -> None:
+        """Write one value per query; weights of excluded pairs, which are 0, can be left as they are."""
+        if spare_excluded or self.inside is not None:
+            present = self.tile.gather(1, self.column).squeeze(1)
+            if spare_excluded:
+                values = torch.where(present != 0, values, present)
+            if self.inside is not None:
+                values = torch.where(self.inside, values, present)
+        self.tile.scatter_(1, self.column, values.unsqueeze(1))
+
+    def add_(self, values: Tensor) -> None:
+        """Add one value per query."""
+        values = values if self.inside is None else torch.where(self.inside, values, 0)
+        self.tile.scatter_add_(1, self.column, values.unsqueeze(1))

@@ -1,66 +1,157 @@
 """The dense oracle: every public loss as its formula, materialising the N x M scores.
 
 This file defines what correct means. It is differentiable by autograd, works in any float dtype (fp64 for the
-tests), knows nothing of tiles or process groups, and is what `backend="dense"` runs.
+tests), knows nothing of tiles or process groups, and its `pair_stats` is what `backend="dense"` runs.
 """
 
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS: tuple[str, ...] = get_args(Reduction)
-
-
-class PairStats(NamedTuple):
-    """Natural-log statistics of scores S = scale * Q K^T. What was not asked for is empty."""
-
-    row_lse: Tensor  # [N]  log sum_j exp S_ij
-    col_lse: Tensor  # [M]  log sum_i exp S_ij
-    pos: Tensor  # [N]  S[i, labels_i]
+Ids = Tensor | tuple[Tensor, Tensor]
+INF = float("inf")
 
 
 def pair_stats(
     query: Tensor,
     key: Tensor | None,
     scale: Tensor | float = 1.0,
-    *,
+    bias: Tensor | float | None = None,
     labels: Tensor | None = None,
-    exclude_self: bool = False,
     query_ids: Tensor | None = None,
     key_ids: Tensor | None = None,
+    query_classes: Tensor | None = None,
+    key_classes: Tensor | None = None,
+    query_pos: Tensor | None = None,
+    *,
+    reduce: Literal["lse", "softplus"] = "lse",
     rows: bool = True,
     cols: bool = True,
-) -> PairStats:
-    """Log-sum-exps over the pairs that count, and the positives. `key=None` stands for the queries themselves."""
+    exclude_self: bool = False,
+    margin: float = INF,
+    ranks: bool = False,
+) -> dict[str, Tensor]:
+    """Statistics of the scores S = scale * Q K^T + bias over the pairs that count, natural logarithm.
+
+    row [N], col [M]            log-sum-exps, or row sums of softplus(S) with positives' softplus(-S)
+    pos [N]                     S[i, labels_i], wherever labels are given
+    row_sums, row_counts        [N, C]: sums and numbers of scores over keys of equal class; likewise columns
+    row_higher, col_higher      how many scores lie above the positive's, if `ranks`
+
+    Pairs of equal id do not count unless positive. `margin`: nor do, for a row, scores above its positive's less
+    `scale * margin`; likewise for a column.
+    """
     key = query if key is None else key
-    scores = scale * (query @ key.T)
-    none = scores.new_empty(0)
-    pos = none if labels is None else scores.gather(1, labels.unsqueeze(1)).squeeze(1)
-    left_out = torch.zeros_like(scores, dtype=torch.bool)
+    every = scale * (query @ key.T) + (0 if bias is None else bias)
+    is_pos = torch.zeros_like(every, dtype=torch.bool)
+    out: dict[str, Tensor] = {}
+    level = query_pos
+    if labels is not None:
+        out["pos"] = level = every.gather(1, labels.unsqueeze(1)).squeeze(1)
+        is_pos.scatter_(1, labels.unsqueeze(1), True)
+    left_out = torch.zeros_like(is_pos)
     if query_ids is not None and key_ids is not None:
-        left_out |= query_ids.unsqueeze(1) == key_ids
-        if labels is not None:
-            left_out.scatter_(1, labels.unsqueeze(1), False)
+        left_out = (query_ids.unsqueeze(1) == key_ids) & ~is_pos
     if exclude_self:
-        left_out.fill_diagonal_(True)
-    scores = scores.masked_fill(left_out, -torch.inf)
-    return PairStats(scores.logsumexp(1) if rows else none, scores.logsumexp(0) if cols else none, pos)
+        left_out = left_out | torch.eye(*every.shape, dtype=torch.bool, device=query.device)
+    scores = every.masked_fill(left_out, -INF)
+    for side, dim, wanted in (("row", 1, rows), ("col", 0, cols)):
+        if not wanted:
+            continue
+        bar = None
+        if level is not None:  # of a column: its own positive's score, if it has one
+            bar = level.unsqueeze(1) if side == "row" else _column_levels(every, is_pos)
+        counted = scores
+        if margin < INF and bar is not None:
+            counted = scores.masked_fill((scores > bar - scale * margin) & ~is_pos, -INF)
+        out[side] = (
+            counted.logsumexp(dim) if reduce == "lse" else F.softplus(torch.where(is_pos, -counted, counted)).sum(dim)
+        )
+        if query_classes is not None and key_classes is not None:
+            same = query_classes.unsqueeze(1) == key_classes
+            out[f"{side}_sums"] = (every.unsqueeze(-1) * same).sum(dim)
+            out[f"{side}_counts"] = same.sum(dim).to(every.dtype)
+        if ranks and bar is not None:
+            out[f"{side}_higher"] = (scores > bar).sum(dim).to(every.dtype)
+    return out
+
+
+def _column_levels(scores: Tensor, is_pos: Tensor) -> Tensor:
+    """A column's score with the query whose positive it is; nothing scores above that of a column without one."""
+    return torch.where(is_pos.any(0), scores.masked_fill(~is_pos, -INF).amax(0), INF)
 
 
 def pair_lse(
     query: Tensor, key: Tensor | None, scale: Tensor | float = 1.0, *, rows: bool = True, cols: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Row and column log-sum-exps of scale * Q K^T."""
+    """Row and column log-sum-exps of scale * Q K^T; a side that is not asked for is empty."""
     stats = pair_stats(query, key, scale, rows=rows, cols=cols)
-    return stats.row_lse, stats.col_lse
+    return stats.get("row", query.new_empty(0)), stats.get("col", query.new_empty(0))
 
 
-def clip_loss(image: Tensor, text: Tensor, scale: Tensor | float = 1.0, *, reduction: Reduction = "mean") -> Tensor:
-    """Half the cross-entropy of each image against all texts plus half that of each text against all images."""
-    row_lse, col_lse, pos = pair_stats(image, text, scale, labels=torch.arange(len(image), device=image.device))
-    return reduce((row_lse - pos + col_lse - pos) / 2, reduction)
+def cross_entropies(
+    query: Tensor,
+    key: Tensor,
+    scale: Tensor | float,
+    labels: Tensor,
+    *,
+    query_ids: Tensor | None = None,
+    key_ids: Tensor | None = None,
+    extra_keys: Tensor | None = None,
+    extra_ids: Tensor | None = None,
+    hard_negatives: Tensor | None = None,
+    hard_mask: Tensor | None = None,
+    margin: float | None = None,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """The cross-entropy of each query against everything that is a key of it."""
+    blocks = [query @ key.T]
+    is_pos = F.one_hot(labels, len(key)).bool()
+    counts = [torch.ones_like(is_pos) if query_ids is None else (query_ids.unsqueeze(1) != key_ids) | is_pos]
+    if extra_keys is not None:
+        blocks.append(query @ extra_keys.T)
+        counts.append(torch.ones_like(blocks[-1], dtype=torch.bool))
+        if query_ids is not None and extra_ids is not None:
+            counts[-1] = query_ids.unsqueeze(1) != extra_ids
+    if hard_negatives is not None:
+        blocks.append(torch.einsum("nd,nhd->nh", query, hard_negatives))
+        counts.append(torch.ones_like(blocks[-1], dtype=torch.bool) if hard_mask is None else hard_mask)
+    similar, count = torch.cat(blocks, 1), torch.cat(counts, 1)
+    is_pos = F.pad(is_pos, (0, similar.shape[1] - len(key)))
+    pos = similar.gather(1, labels.unsqueeze(1))
+    if margin is not None:
+        count = count & ((similar <= pos - margin) | is_pos)
+    lse = (scale * similar).masked_fill(~count, -INF).logsumexp(1)
+    mean = scale * (similar * count).sum(1) / count.sum(1)
+    return lse - (1 - label_smoothing) * scale * pos.squeeze(1) - label_smoothing * mean
+
+
+def clip_loss(
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor | float = 1.0,
+    *,
+    ids: Ids | None = None,
+    margin: float | None = None,
+    label_smoothing: float = 0.0,
+    weights: Tensor | None = None,
+    reduction: Reduction = "mean",
+    **negatives: Tensor | None,
+) -> Tensor:
+    """Half the cross-entropy of each image against all texts plus half that of each text against all images.
+
+    `negatives` are the images': extra_keys, extra_ids, hard_negatives, hard_mask.
+    """
+    labels = torch.arange(len(image), device=image.device)
+    of_images, of_texts = ids if isinstance(ids, tuple) else (ids, ids)
+    options = {"margin": margin, "label_smoothing": label_smoothing}
+    rows = cross_entropies(image, text, scale, labels, query_ids=of_images, key_ids=of_texts, **options, **negatives)  # type: ignore[arg-type]  # one name for several types
+    cols = cross_entropies(text, image, scale, labels, query_ids=of_texts, key_ids=of_images, **options)  # type: ignore[arg-type]
+    return reduce_rows((rows + cols) / 2, reduction, weights)
 
 
 def info_nce(
@@ -69,14 +160,60 @@ def info_nce(
     scale: Tensor | float = 1.0,
     *,
     labels: Tensor | None = None,
+    ids: Ids | None = None,
+    margin: float | None = None,
+    label_smoothing: float = 0.0,
+    weights: Tensor | None = None,
     reduction: Reduction = "mean",
+    **negatives: Tensor | None,
 ) -> Tensor:
     """Cross-entropy of each query against all keys; `labels` (default: 0, 1, 2, ...) index the positives."""
     labels = torch.arange(len(query), device=query.device) if labels is None else labels
-    row_lse, _, pos = pair_stats(query, key, scale, labels=labels, cols=False)
-    return reduce(row_lse - pos, reduction)
+    of_queries, of_keys = ids if isinstance(ids, tuple) else (ids, ids)
+    options = {"margin": margin, "label_smoothing": label_smoothing}
+    rows = cross_entropies(query, key, scale, labels, query_ids=of_queries, key_ids=of_keys, **options, **negatives)  # type: ignore[arg-type]
+    return reduce_rows(rows, reduction, weights)
 
 
-def reduce(per_row: Tensor, reduction: Reduction) -> Tensor:
-    """Mean, sum, or one value per row."""
-    return per_row if reduction == "none" else per_row.mean() if reduction == "mean" else per_row.sum()
+def nt_xent(z1: Tensor, z2: Tensor, temperature: Tensor | float = 0.5, *, reduction: Reduction = "mean") -> Tensor:
+    """Each of 2N views against all others; its positive is the other view of the same example."""
+    z = torch.cat([z1, z2])
+    scores = (z @ z.T / temperature).masked_fill(torch.eye(len(z), dtype=torch.bool, device=z.device), -INF)
+    return reduce_rows(
+        F.cross_entropy(scores, torch.arange(len(z), device=z.device).roll(len(z1)), reduction="none"), reduction
+    )
+
+
+def sup_con(z: Tensor, labels: Tensor, temperature: Tensor | float = 0.1, *, reduction: Reduction = "mean") -> Tensor:
+    """For each anchor the mean over its positives of -log softmax, self left out. Anchors without a positive are 0, and
+    the mean is over the others."""
+    scores = z @ z.T / temperature
+    self = torch.eye(len(z), dtype=torch.bool, device=z.device)
+    positive = (labels.unsqueeze(1) == labels) & ~self
+    log_prob = scores - scores.masked_fill(self, -INF).logsumexp(1, keepdim=True)
+    count = positive.sum(1)
+    rows = -torch.where(positive, log_prob, 0).sum(1) / count.clamp(min=1)
+    return rows.sum() / (count > 0).sum().clamp(min=1) if reduction == "mean" else reduce_rows(rows, reduction)
+
+
+def siglip_loss(
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor | float,
+    bias: Tensor | float,
+    *,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """For each image the sum over all texts of -log sigmoid(+-(S + bias)), plus for its own text."""
+    logits = scale * (image @ text.T) + bias
+    signs = 2 * torch.eye(len(image), dtype=logits.dtype, device=logits.device) - 1
+    return reduce_rows(-F.logsigmoid(signs * logits).sum(1), reduction)
+
+
+def reduce_rows(per_row: Tensor, reduction: Reduction, weights: Tensor | None = None) -> Tensor:
+    """One value per row, their sum, or their mean, each weighed."""
+    if weights is not None:
+        per_row = per_row * weights
+    if reduction == "none":
+        return per_row
+    return per_row.sum() / (1 if reduction == "sum" else len(per_row) if weights is None else weights.sum())

@@ -33,6 +33,7 @@ class Facts:
 
     queries: int
     keys: int
+    extra: int = 0
     features: int
     dtype: str
     device: str
@@ -117,6 +118,16 @@ class Team:
         if turn > 1:  # everybody has read the turn before the last one
             store.delete_key(f"contratile/{turn - 2}/{self.rank}")
         return headers
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks of a small tensor without gradient."""
+        if self.size > 1:
+            values = values.clone()
+            try:
+                dist.all_reduce(values, group=self.group)
+            except RuntimeError as error:
+                raise self.lost(error, "to add up a statistic") from error
+        return values
 
     def lost(self, error: BaseException, purpose: str) -> RuntimeError:
         """The error for a rank that waited in vain; names the ranks that did not even notice, where it can."""

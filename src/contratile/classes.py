@@ -1,0 +1,115 @@
+"""Sums of scores over classes of keys, in O(N D): a query's scores with all keys of its class add up to its score with
+the sum of these keys.
+
+    row_i = sum of alpha q_i k_j        over the keys j of query i's class
+    col_j = sum of alpha q_i k_j        over the queries i of key j's class
+
+Classes are whole numbers in any pattern. Rows are visited in the order of their classes, a slice of classes at a time,
+so that no table of all classes exists.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+STEP = 2048
+"""Classes in a slice, and rows that are gathered at once."""
+
+
+class ClassSums(NamedTuple):
+    """Sums and numbers of scores."""
+
+    row: Tensor  # [N]
+    row_count: Tensor
+    col: Tensor  # [M]
+    col_count: Tensor
+
+
+class _Members(NamedTuple):
+    """The rows of one side that belong to a slice of classes, and their places in it."""
+
+    rows: Tensor
+    slot: Tensor
+
+    def chunks(self) -> Iterator["_Members"]:
+        return (
+            _Members(*pair) for pair in zip(torch.split(self.rows, STEP), torch.split(self.slot, STEP), strict=True)
+        )
+
+
+def class_sums(
+    q: Tensor, k: Tensor, alpha: Tensor, query_classes: Tensor, key_classes: Tensor, *, rows: bool, cols: bool
+) -> ClassSums:
+    """The sums over one block of queries and one of keys. A side that is not asked for stays 0."""
+    sums = ClassSums(*(torch.zeros(len(x), dtype=alpha.dtype, device=q.device) for x in (q, q, k, k)))
+    for queries, keys, slots in _shared_classes(query_classes, key_classes):
+        for side, other, mine, theirs, total, count in (
+            *([(q, k, queries, keys, sums.row, sums.row_count)] if rows else []),
+            *([(k, q, keys, queries, sums.col, sums.col_count)] if cols else []),
+        ):
+            table, size = _table(other, theirs, slots, alpha.dtype)
+            for part in mine.chunks():
+                dots = table[part.slot].mul_(side[part.rows]).sum(1)
+                total[part.rows] = dots.mul_(alpha)
+                count[part.rows] = size[part.slot]
+    return sums
+
+
+def add_class_grads(
+    dq: Tensor,
+    k: Tensor,
+    alpha: Tensor,
+    query_classes: Tensor,
+    key_classes: Tensor,
+    row: Tensor | None,
+    col: Tensor | None,
+) -> None:
+    """dq_i += alpha * sum over i's class of (row_i + col_j) k_j, where `row` and `col` are the gradients of the sums.
+
+    The keys' gradient is the same with the sides exchanged.
+    """
+    for queries, keys, slots in _shared_classes(query_classes, key_classes):
+        plain = None if row is None else _table(k, keys, slots, alpha.dtype)[0]
+        weighed = None if col is None else _table(k, keys, slots, alpha.dtype, col)[0]
+        for part in queries.chunks():
+            grad = torch.zeros(len(part.rows), k.shape[1], dtype=alpha.dtype, device=k.device)
+            if plain is not None and row is not None:
+                grad.addcmul_(plain[part.slot], row[part.rows].unsqueeze(1))
+            if weighed is not None:
+                grad.add_(weighed[part.slot])
+            dq.index_add_(0, part.rows, grad.mul_(alpha).to(dq.dtype))
+
+
+def _table(
+    x: Tensor, members: _Members, slots: int, dtype: torch.dtype, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The (weighed) sum of each class's rows [slots, D], and their number."""
+    table = torch.zeros(slots, x.shape[1], dtype=dtype, device=x.device)
+    for part in members.chunks():
+        rows = x[part.rows].to(dtype)
+        if weights is not None:
+            rows.mul_(weights[part.rows].unsqueeze(1))
+        table.index_add_(0, part.slot, rows)
+    return table, torch.bincount(members.slot, minlength=slots).to(dtype)
+
+
+def _shared_classes(left: Tensor, right: Tensor) -> Iterator[tuple[_Members, _Members, int]]:
+    """The classes that both sides have, a slice at a time: the members of each side, and how many classes."""
+    values = torch.unique(left)
+    values = values[torch.isin(values, right)]
+    if not len(values):
+        return
+    sides = []
+    for classes in (left.contiguous(), right.contiguous()):
+        slot = torch.searchsorted(values, classes).clamp_max_(len(values) - 1)
+        index = (values[slot] == classes).nonzero().squeeze(1)
+        slot, order = slot[index].sort(stable=True)
+        sides.append((index[order], slot))
+    for start in range(0, len(values), STEP):
+        slots = min(STEP, len(values) - start)
+        bounds = torch.tensor([start, start + slots], device=left.device)
+        cuts = [slice(*torch.searchsorted(slot, bounds).tolist()) for _, slot in sides]
+        members = [_Members(index[cut], slot[cut] - start) for (index, slot), cut in zip(sides, cuts, strict=True)]
+        yield members[0], members[1], slots

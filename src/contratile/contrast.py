@@ -1,0 +1,310 @@
+"""Cross-entropies of queries against keys, with every kind of negative: what `clip_loss` and `info_nce` share.
+
+    loss_i = lse_i - (1 - e) pos_i - e mean_i
+
+over the keys that count for query i: keys of all ranks, extra keys of all ranks, and its own hard negatives. Each
+source gives a log-sum-exp, and those of several are added by `logaddexp`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from contratile.errors import bad_type, bad_value, check_features, check_vector
+from contratile.lse import Engine, pair_stats
+from contratile.task import Inputs, Results, Task
+
+Ids = Tensor | tuple[Tensor, Tensor]
+
+
+class BatchStats(NamedTuple):
+    """How well a batch is told apart, over the pairs of all ranks: detached 0-d tensors.
+
+    The rank of a positive is 1 + the number of other keys that score strictly higher, and top-1 means rank 1. Pairs
+    that a margin drops take part; pairs of equal id do not. `col_*` are None where there is one direction only.
+    """
+
+    row_top1: Tensor
+    row_rank: Tensor
+    col_top1: Tensor | None
+    col_rank: Tensor | None
+    positive_logit: Tensor
+    negative_logit: Tensor
+
+
+@dataclass(frozen=True)
+class Options:
+    """What may be asked of a contrastive loss beyond its features."""
+
+    ids: Ids | None = None
+    extra_keys: Tensor | None = None
+    extra_ids: Tensor | None = None
+    hard_negatives: Tensor | None = None
+    hard_mask: Tensor | None = None
+    margin: float | None = None
+    label_smoothing: float = 0.0
+    weights: Tensor | None = None
+    return_stats: bool = False
+
+    @property
+    def pair_of_ids(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        if self.ids is None:
+            return None, None
+        query_ids, key_ids = (self.ids, self.ids) if isinstance(self.ids, Tensor) else self.ids
+        return query_ids.long(), key_ids.long()
+
+    def check(self, query: Tensor, key: Tensor) -> None:
+        """Refuse what cannot be used, and combinations that mean nothing."""
+        device = query.device
+        if self.ids is not None:
+            self._check_ids(query, key)
+        if self.extra_keys is not None:
+            check_features({"query": query, "extra_keys": self.extra_keys}, empty=True)
+        if self.extra_ids is not None:
+            if self.extra_keys is None or self.ids is None:
+                needed = "extra_keys" if self.extra_keys is None else "ids"
+                remedy = f"Pass {needed}= too, or drop extra_ids=."
+                bad_value("extra_ids", expected=f"{needed}= beside it", got="none", remedy=remedy)
+            check_vector("extra_ids", self.extra_ids, length=len(self.extra_keys), device=device)
+        if self.hard_negatives is not None:
+            self._check_hard(query, self.hard_negatives)
+        elif self.hard_mask is not None:
+            remedy = "Pass hard_negatives= too, or drop hard_mask=."
+            bad_value("hard_mask", expected="hard_negatives= beside it", got="none", remedy=remedy)
+        if self.margin is not None:
+            if isinstance(self.margin, bool) or not isinstance(self.margin, int | float):
+                remedy = "It is a difference of similarities, before the scale."
+                bad_type("margin", expected="a number", got=type(self.margin).__name__, remedy=remedy)
+            if self.label_smoothing:
+                remedy = "Smoothing is uniform over all keys that count, known before their scores: drop one of them."
+                got = f"margin={self.margin}, label_smoothing={self.label_smoothing}"
+                bad_value("margin and label_smoothing", expected="one of them", got=got, remedy=remedy)
+        if not 0 <= self.label_smoothing < 1:
+            remedy = "It is the share of the target that is spread over all keys."
+            bad_value("label_smoothing", expected="from 0 to below 1", got=self.label_smoothing, remedy=remedy)
+        if self.weights is not None:
+            check_weights(self.weights, len(query), device)
+
+    def _check_ids(self, query: Tensor, key: Tensor) -> None:
+        if isinstance(self.ids, tuple | list):
+            if len(self.ids) != 2:
+                remedy = "Pass (query_ids, key_ids), or one vector for both."
+                bad_value("ids", expected="one vector or two", got=len(self.ids), remedy=remedy)
+            check_vector("ids[0]", self.ids[0], length=len(query), device=query.device)
+            check_vector("ids[1]", self.ids[1], length=len(key), device=query.device)
+            return
+        if len(query) != len(key):
+            remedy = "Pass ids=(query_ids, key_ids)."
+            bad_value(
+                "ids",
+                expected="a pair of vectors",
+                got=f"one for {len(query)} queries and {len(key)} keys",
+                remedy=remedy,
+            )
+        assert self.ids is not None
+        check_vector("ids", self.ids, length=len(query), device=query.device)
+
+    def _check_hard(self, query: Tensor, hard: Tensor) -> None:
+        n, d = query.shape
+        if not isinstance(hard, Tensor) or hard.dim() != 3 or hard.shape[0] != n or hard.shape[2] != d:
+            got = list(hard.shape) if isinstance(hard, Tensor) else type(hard).__name__
+            remedy = "Give each query its own H negatives; pad them and pass hard_mask= if their numbers differ."
+            bad_value("hard_negatives", expected=f"shape [{n}, H, {d}]", got=got, remedy=remedy)
+        if hard.dtype != query.dtype or hard.device != query.device:
+            expected, found = f"{query.dtype} on {query.device}", f"{hard.dtype} on {hard.device}"
+            bad_type("hard_negatives", expected=expected, got=found, remedy="Use hard_negatives.to(query).")
+        mask = self.hard_mask
+        if mask is not None and (mask.dtype != torch.bool or mask.shape != hard.shape[:2]):
+            expected, found = f"bool of shape {list(hard.shape[:2])}", f"{mask.dtype} of shape {list(mask.shape)}"
+            bad_value("hard_mask", expected=expected, got=found, remedy="True marks a negative, False padding.")
+
+    def named(self) -> str:
+        """The options that every rank must agree on."""
+        used = [name for name in ("ids", "extra_keys", "extra_ids", "weights") if getattr(self, name) is not None]
+        return f"{' '.join(used)} {self.margin} {self.label_smoothing} {self.return_stats}"
+
+
+def check_weights(weights: Tensor, n: int, device: torch.device) -> None:
+    """One non-negative constant per pair."""
+    if not isinstance(weights, Tensor) or not weights.is_floating_point() or tuple(weights.shape) != (n,):
+        got = (
+            f"{weights.dtype} of shape {list(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
+        )
+        bad_value("weights", expected=f"floats of shape [{n}]", got=got, remedy="Give one weight to each pair.")
+    if weights.device != device:
+        bad_type("weights", expected=f"device {device}", got=weights.device, remedy=f"Use weights.to({str(device)!r}).")
+    if weights.requires_grad:
+        bad_value(
+            "weights", expected="constants", got="a tensor that needs a gradient", remedy="Pass weights.detach()."
+        )
+
+
+class Tally(NamedTuple):
+    """What a source of keys gives to queries: log-sum-exps, sums and numbers of scores, numbers above the positive."""
+
+    lse: Tensor
+    total: Tensor | None
+    number: Tensor | None
+    higher: Tensor | None
+
+    def join(self, other: Tally, unit: float) -> Tally:
+        add = torch.logaddexp if unit == 1 else torch.logaddexp2
+        sums = (None if a is None or b is None else a + b for a, b in zip(self[1:], other[1:], strict=True))
+        return Tally(add(self.lse, other.lse), *sums)
+
+
+class Losses(NamedTuple):
+    """One value per query, and one per key of this rank where columns count, in units of so many nats."""
+
+    row: Tensor
+    col: Tensor | None
+    unit: float
+    stats: BatchStats | None
+
+
+def cross_entropies(
+    query: Tensor, key: Tensor, scale: Tensor | float, labels: Tensor, options: Options, engine: Engine, *, cols: bool
+) -> Losses:
+    """The losses of the queries against all keys and, if `cols`, of the keys against all queries."""
+    sums = options.label_smoothing > 0 or options.return_stats
+    query_ids, key_ids = options.pair_of_ids
+    margin = float("inf") if options.margin is None else float(options.margin)
+    task = Task(cols=cols, margin=margin, ranks=options.return_stats)
+    x = Inputs(query, key, as_tensor(scale, query), labels=labels, query_ids=query_ids, key_ids=key_ids)
+    results, unit = pair_stats(sums_over(x) if sums else x, task, engine)
+    pos = results["pos"]
+    spared = None if query_ids is None or key_ids is None else query_ids == key_ids[labels]
+    rows = _tally("row", results, spared, pos)
+    if engine.extra is not None and any(engine.extra.sizes):
+        rows = rows.join(_extra(query, scale, pos.detach(), options, engine, task, sums), unit)
+    if options.hard_negatives is not None:
+        rows = rows.join(_hard(query, scale, pos.detach(), options, unit, sums), unit)
+    columns = _tally("col", results, spared, pos) if cols else None
+    e = options.label_smoothing
+    row, col = (None if side is None else _loss(side, pos, e) for side in (rows, columns))
+    assert row is not None
+    return Losses(row, col, unit, batch_stats(rows, columns, pos, unit, engine) if options.return_stats else None)
+
+
+def sums_over(x: Inputs) -> Inputs:
+    """The same call, with scores also summed over all keys and over those of equal id."""
+    query, m = x.query, len(x.query if x.key is None else x.key)
+    columns = [(query.new_zeros(len(query), dtype=torch.long), query.new_zeros(m, dtype=torch.long))]
+    if x.query_ids is not None and x.key_ids is not None:
+        columns.append((x.query_ids, x.key_ids))
+    query_classes, key_classes = (torch.stack(side, 1) for side in zip(*columns, strict=True))
+    return x._replace(query_classes=query_classes, key_classes=key_classes)
+
+
+def as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
+    """A 0-d tensor on the features' device, at least fp32."""
+    if isinstance(value, Tensor):
+        return value.reshape(())
+    return torch.tensor(
+        value, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32, device=like.device
+    )
+
+
+def _tally(side: str, results: Results, spared: Tensor | None, pos: Tensor | None) -> Tally:
+    """One side of the primitive's results. Of the sums over all keys those of equal id are taken away again, but for
+    positives, which are `spared`."""
+    lse, higher = results[side], results.get(f"{side}_higher")
+    if f"{side}_sums" not in results:
+        return Tally(lse, None, None, higher)
+    sums, counts = results[f"{side}_sums"], results[f"{side}_counts"]
+    total, count = sums[:, 0], counts[:, 0]
+    if sums.shape[1] == 2:
+        total, count = total - sums[:, 1], count - counts[:, 1]
+        if spared is not None and pos is not None:
+            total, count = total + torch.where(spared, pos, 0), count + spared
+    return Tally(lse, total, count, higher)
+
+
+def _extra(
+    query: Tensor, scale: Tensor | float, pos: Tensor, options: Options, engine: Engine, task: Task, sums: bool
+) -> Tally:
+    assert options.extra_keys is not None and engine.extra is not None
+    query_ids = None if options.extra_ids is None else options.pair_of_ids[0]
+    extra_ids = None if options.extra_ids is None else options.extra_ids.long()
+    level = pos if task.knows_positives else None
+    scale = as_tensor(scale, query)
+    x = Inputs(query, options.extra_keys, scale, query_ids=query_ids, key_ids=extra_ids, query_pos=level)
+    task, engine = task._replace(cols=False), engine._replace(ring=engine.extra)
+    results, _ = pair_stats(sums_over(x) if sums else x, task, engine)
+    return _tally("row", results, None, None)
+
+
+def _hard(query: Tensor, scale: Tensor | float, pos: Tensor, options: Options, unit: float, sums: bool) -> Tally:
+    assert options.hard_negatives is not None
+    scale = scale / unit
+    scores = own_scores(query, options.hard_negatives) * scale
+    counts = torch.ones_like(scores, dtype=torch.bool) if options.hard_mask is None else options.hard_mask
+    level = pos.unsqueeze(1)
+    higher = (counts & (scores > level)).sum(1) if options.return_stats else None
+    total = torch.where(counts, scores, 0).sum(1) if sums else None
+    count = counts.sum(1) if sums else None
+    if options.margin is not None:
+        counts = counts & (scores <= level - scale * options.margin)
+    # A finite floor, not -inf: a query whose every negative is masked has a gradient of 0 here, not NaN.
+    floor = torch.finfo(scores.dtype).min / 2
+    return Tally((torch.where(counts, scores, floor) * unit).logsumexp(1) / unit, total, count, higher)
+
+
+def _loss(side: Tally, pos: Tensor, e: float) -> Tensor:
+    if e == 0:
+        return side.lse - pos
+    assert side.total is not None and side.number is not None
+    return side.lse - (1 - e) * pos - e * side.total / side.number
+
+
+def batch_stats(rows: Tally, cols: Tally | None, pos: Tensor, unit: float, engine: Engine) -> BatchStats:
+    """From tallies with all their parts, the positives counted among the keys. One sum over the ranks."""
+    assert rows.total is not None and rows.number is not None
+    sums = [torch.full((), float(len(pos))), pos.sum(), (rows.total - pos).sum(), (rows.number - 1).sum()]
+    for side in (rows,) if cols is None else (rows, cols):
+        assert side.higher is not None
+        sums += [(side.higher == 0).sum(), (side.higher + 1).sum()]
+    n, positive, negative, negatives, *found = engine.ring.team.sum(torch.stack([x.detach().to(pos) for x in sums]))
+    row_top1, row_rank, *col = (x / n for x in found)
+    col_top1, col_rank = col or (None, None)
+    return BatchStats(row_top1, row_rank, col_top1, col_rank, positive * unit / n, negative * unit / negatives)
+
+
+class _OwnScores(torch.autograd.Function):
+    """scores[n, h] = <query[n], hard[n, h]> in the accumulation dtype, a chunk of rows at a time."""
+
+    CHUNK = 256
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, hard: Tensor) -> Tensor:
+        ctx.save_for_backward(query, hard)
+        acc = torch.promote_types(query.dtype, torch.float32)
+        out = torch.empty(hard.shape[:2], dtype=acc, device=query.device)
+        for start in range(0, len(query), _OwnScores.CHUNK):
+            at = slice(start, start + _OwnScores.CHUNK)
+            torch.bmm(hard[at].to(acc), query[at].to(acc).unsqueeze(2), out=out[at].unsqueeze(2))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        query, hard = ctx.saved_tensors
+        dquery, dhard = (
+            torch.empty_like(x, memory_format=torch.contiguous_format) if wanted else None
+            for x, wanted in zip((query, hard), ctx.needs_input_grad, strict=True)
+        )
+        for start in range(0, len(query), _OwnScores.CHUNK):
+            at = slice(start, start + _OwnScores.CHUNK)
+            if dquery is not None:
+                dquery[at] = torch.bmm(grad[at].unsqueeze(1), hard[at].to(grad.dtype)).squeeze(1)
+            if dhard is not None:
+                dhard[at] = grad[at].unsqueeze(2) * query[at].to(grad.dtype).unsqueeze(1)
+        return dquery, dhard
+
+
+def own_scores(query: Tensor, hard: Tensor) -> Tensor:
+    """Each query's similarity with its own H negatives [N, H], without an fp32 copy of them."""
+    return _OwnScores.apply(query, hard)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,0 +1,275 @@
+"""The two passes of the primitive: ring x tiles, without autograd.
+
+    forward   scores S = scale Q K^T + bias -> statistics of rows and columns             1 matrix product
+    backward  G = dL/dS -> dq = scale G k, dk = scale G^T q, dscale, dbias                3 matrix products
+
+Blocks of keys visit (one block, if there is one process) and the tile engine works on each: keys and column statistics
+travel forward, keys and their gradient backward.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contratile.backends import torch_tiles
+from contratile.backends.torch_reductions import (
+    Direction,
+    Higher,
+    LseReader,
+    LseWeights,
+    RankReader,
+    Reader,
+    SoftplusReader,
+    SoftplusWeights,
+    Sums,
+    Weights,
+)
+from contratile.backends.torch_tiles import Gradients, Scores, accumulation_dtype
+from contratile.classes import add_class_grads, class_sums
+from contratile.pairs import PairRule
+from contratile.ring import Ring, RingPass, Tensors
+from contratile.stats import Stats
+from contratile.task import Inputs, Results, Task
+from contratile.tiles import TilePlan, plan_tiles
+
+
+def forward(ring: Ring, x: Inputs, task: Task) -> Results:
+    """One trip round the ring. `cache`, if it was asked for, is empty where nothing fits into it."""
+    alpha = _alpha(x.scale, task, accumulation_dtype(x.query.dtype))
+    pos = None if x.labels is None else alpha.new_zeros(len(x.query))
+    items = cached_items(ring, x, task)
+    cache = alpha.new_empty(sum(items))
+    caches = iter(torch.split(cache, items))
+    mine = {"key": x.query if x.key is None else x.key, "ids": x.key_ids, "classes": x.key_classes}
+    own_level = x.query_pos
+    if task.knows_positives and pos is not None:
+        torch_tiles.positives(_block(ring, ring.team.rank, x, mine, task, alpha, cache[:0]), pos)
+        own_level = pos
+        if task.cols:
+            mine["level"] = _by_key(pos, x)
+    merge = partial(_merge, statistics=task.reduce == "lse")
+    trip, names = _trip(ring, mine, merge=merge)
+    rows: Tensors | None = None
+    for block in trip:
+        visitor = dict(zip(names, block.carried, strict=True))
+        scores = _block(ring, block.source, x, visitor, task, alpha, next(caches))
+        readers = _readers(scores, task, own_level, visitor.get("level"))
+        torch_tiles.forward(scores, readers, pos=pos if block.home and not task.knows_positives else None)
+        parts = [reader.parts() for reader in readers]
+        if x.query_classes is not None:
+            parts.append(_class_parts(x.query_classes, visitor["classes"], scores, task))
+        new_rows, block.gathered = (tuple(chain.from_iterable(side)) for side in zip(*parts, strict=True))
+        if rows is None:
+            rows = new_rows
+        else:
+            merge(rows, new_rows)
+    assert rows is not None
+    results = _named("row", rows, x, task) | _named("col", trip.home, x, task)
+    if pos is not None:
+        results["pos"] = pos
+        if task.reduce == "lse":
+            _lift_(results, pos, x, task)
+    if task.cache_bytes:
+        results["cache"] = cache
+    return results
+
+
+def backward(
+    ring: Ring, x: Inputs, task: Task, results: Results, grads: Results, wants: tuple[bool, bool, bool, bool]
+) -> list[Tensor | None]:
+    """The gradients of query, key, scale and bias that are wanted, from those of the results.
+
+    A result whose gradient is missing costs nothing.
+    """
+    wants_q, wants_k, wants_scale, wants_bias = wants
+    alpha = _alpha(x.scale, task, accumulation_dtype(x.query.dtype))
+    symmetric, alone = x.key is None, ring.team.size == 1
+    # Several blocks, both sides of a tile, or class sums add to dq: in full precision. Else each row is written once.
+    once = alone and not symmetric and x.query_classes is None
+    dtype = x.query.dtype if once else alpha.dtype
+    dq = torch.zeros(x.query.shape, dtype=dtype, device=x.query.device) if wants_q else None
+    dscale, dbias = (alpha.new_zeros(()) if wanted else None for wanted in (wants_scale, wants_bias))
+    pos = results.get("pos")
+    cache = results.get("cache", alpha.new_empty(0))
+    caches = iter(torch.split(cache, cached_items(ring, x, task) if len(cache) else [0] * ring.team.size))
+    own_level = pos if x.query_pos is None else x.query_pos
+    row = Direction(results["row"], grads["row"], _limit(own_level, alpha, task)) if "row" in grads else None
+    # Symmetric scores: a visitor's rows are this rank's columns.
+    side = "row" if symmetric else "col"
+    mine = {"key": x.query if x.key is None else x.key, "ids": x.key_ids}
+    if side in grads:
+        level = _by_key(pos, x) if pos is not None and task.filters else None
+        mine |= {"lse": results[side] if task.reduce == "lse" else None, "grad": grads[side], "level": level}
+    sums_grad = grads.get("row_sums"), grads.get(f"{side}_sums")
+    if any(grad is not None for grad in sums_grad):
+        mine |= {"classes": x.key_classes, "sums_grad": sums_grad[1]}
+
+    def fresh(size: int) -> Tensors:
+        return (alpha.new_zeros(size, x.query.shape[1]),) if wants_k and not symmetric else ()
+
+    trip, names = _trip(ring, mine, fresh=fresh, merge=partial(_merge, statistics=False))
+    for block in trip:
+        visitor = dict(zip(names, block.carried, strict=True))
+        scores = _block(ring, block.source, x, visitor, task, alpha, next(caches))
+        mirrored = scores.k is None
+        weights: Weights
+        if task.reduce == "softplus":
+            grad = grads.get("row", alpha.new_zeros(len(x.query)))
+            weights = SoftplusWeights(grad, visitor.get("grad"), labels=scores.rule.labels, pos=pos)
+        else:
+            col = None
+            if "lse" in visitor and not mirrored:
+                col = Direction(visitor["lse"], visitor["grad"], _limit(visitor.get("level"), alpha, task))
+            weights = LseWeights(row, col, labels=scores.rule.labels, pos=pos, mirrored=mirrored)
+        dk = block.gathered[0] if block.gathered else None
+        dalpha = None if dscale is None else torch.zeros_like(dscale)
+        into = Gradients(dq, dq if mirrored else dk, dalpha, dbias)
+        torch_tiles.backward(scores, weights, grads.get("pos") if block.home else None, into, pos=pos)
+        if dscale is not None and dalpha is not None:
+            # Of symmetric scores two ranks compute the tiles between them, each for both.
+            dscale += dalpha * (0.5 if symmetric and not block.home else 1.0)
+        if "classes" in visitor and x.query_classes is not None:
+            for c in range(x.query_classes.shape[1]):
+                own, theirs = x.query_classes[:, c], visitor["classes"][:, c]
+                u = None if sums_grad[0] is None else sums_grad[0][:, c]
+                v = visitor["sums_grad"][:, c] if "sums_grad" in visitor else None
+                if dq is not None:
+                    add_class_grads(dq, visitor["key"], alpha, own, theirs, u, v)
+                if dk is not None:
+                    add_class_grads(dk, x.query, alpha, theirs, own, v, u)
+    if dscale is not None:
+        for name in ("row_sums", "col_sums"):
+            if name in grads:
+                dscale += (grads[name] * results[name]).sum() / alpha
+        dscale = (dscale / task.unit).to(x.scale.dtype)
+    return [
+        None if dq is None else dq.to(x.query.dtype),
+        trip.home[0].to(x.query.dtype) if trip.home else None,
+        dscale,
+        None if dbias is None or x.bias is None else dbias.to(x.bias.dtype),
+    ]
+
+
+def _trip(ring: Ring, mine: dict[str, Tensor | None], **how: Any) -> tuple[RingPass, list[str]]:
+    """A ring pass of the tensors that there are, and their names."""
+    carried = {name: tensor for name, tensor in mine.items() if tensor is not None}
+    return RingPass(ring, tuple(carried.values()), **how), list(carried)
+
+
+def _block(
+    ring: Ring, source: int, x: Inputs, visitor: Mapping[str, Tensor | None], task: Task, alpha: Tensor, cache: Tensor
+) -> Scores:
+    """The scores of this rank's queries with a visitor's keys."""
+    home = source == ring.team.rank
+    # Positives and selves are at home; ids are compared with every visitor's.
+    rule = PairRule(
+        labels=x.labels if home else None,
+        exclude_self=task.exclude_self and home,
+        query_ids=x.query_ids,
+        key_ids=visitor.get("ids"),
+    )
+    key = None if x.key is None and home else visitor["key"]
+    return Scores(x.query, key, alpha, x.bias, rule, _plan(ring, source, x, task), cache)
+
+
+def _readers(scores: Scores, task: Task, row_level: Tensor | None, col_level: Tensor | None) -> list[Reader]:
+    n, m, alpha, rule = scores.plan.n, scores.plan.m, scores.alpha, scores.rule
+    readers: list[Reader]
+    if task.reduce == "softplus":
+        readers = [SoftplusReader(rule, alpha.new_zeros(n), alpha.new_zeros(m) if task.cols else None)]
+    else:
+        row = Sums(n, alpha, _limit(row_level, alpha, task)) if task.rows else None
+        col = Sums(m, alpha, _limit(col_level, alpha, task)) if task.cols else None
+        readers = [LseReader(rule, row, col)]
+    if task.ranks:
+        assert row_level is not None
+        readers.append(RankReader(Higher(row_level), None if col_level is None or not task.cols else Higher(col_level)))
+    return readers
+
+
+def _class_parts(query_classes: Tensor, key_classes: Tensor, scores: Scores, task: Task) -> tuple[Tensors, Tensors]:
+    """Sums and counts [N, C] of the rows, and those [M, C] of the columns if they are asked for."""
+    kinds = zip(query_classes.unbind(1), key_classes.unbind(1), strict=True)
+    rows, cols = task.rows, task.cols
+    sums = [class_sums(scores.q, scores.key, scores.alpha, own, other, rows=rows, cols=cols) for own, other in kinds]
+    row, row_count, col, col_count = (torch.stack(side, 1) for side in zip(*sums, strict=True))
+    return (row, row_count) if rows else (), (col, col_count) if cols else ()
+
+
+def _merge(into: Tensors, other: Tensors, *, statistics: bool) -> None:
+    """Add what two blocks gave; of log-sum-exps the first two tensors are running statistics."""
+    if statistics and into:
+        Stats(into[0], into[1]).merge_(other[0], other[1])
+        into, other = into[2:], other[2:]
+    for x, y in zip(into, other, strict=True):
+        x.add_(y)
+
+
+def _named(side: str, parts: Tensors, x: Inputs, task: Task) -> Results:
+    """The complete parts of one side as results, in the order of `result_shapes`."""
+    if not parts:
+        return {}
+    if task.reduce == "lse":
+        parts = (Stats(parts[0], parts[1]).lse2(), *parts[2:])
+    names = [side]
+    if task.ranks:
+        names.append(f"{side}_higher")
+    if x.query_classes is not None:
+        names += [f"{side}_sums", f"{side}_counts"]
+    return dict(zip(names, parts, strict=True))
+
+
+def _lift_(results: Results, pos: Tensor, x: Inputs, task: Task) -> None:
+    """A log-sum-exp is never below one of its terms; where rounding says otherwise a loss would be negative."""
+    assert x.labels is not None
+    if task.exclude_self:  # a row that is its own positive, as its self score is wanted, has no such term
+        pos = pos.masked_fill(x.labels == torch.arange(len(pos), device=pos.device), -torch.inf)
+    if "row" in results:
+        results["row"] = torch.maximum(results["row"], pos)
+    if "col" in results:
+        results["col"].scatter_reduce_(0, x.labels, pos, "amax")
+
+
+def _by_key(pos: Tensor, x: Inputs) -> Tensor:
+    """Each key's score with the query whose positive it is; nothing scores above that of a key without one."""
+    assert x.labels is not None
+    keys = (x.query if x.key is None else x.key).shape[0]
+    return pos.new_full((keys,), torch.inf).scatter_(0, x.labels, pos)
+
+
+def _limit(level: Tensor | None, alpha: Tensor, task: Task) -> Tensor | None:
+    return level - alpha * task.margin if level is not None and task.filters else None
+
+
+def _plan(ring: Ring, source: int, x: Inputs, task: Task) -> TilePlan:
+    itemsize = accumulation_dtype(x.query.dtype).itemsize
+    symmetric = x.key is None and source == ring.team.rank
+    n, d = x.query.shape
+    return plan_tiles(n, ring.sizes[source], d, tile=task.tile or None, itemsize=itemsize, symmetric=symmetric)
+
+
+def cached_items(ring: Ring, x: Inputs, task: Task) -> list[int]:
+    """How many scores of each visiting block find room in the cache, in the order of the visits."""
+    room = task.cache_bytes
+    if room == 0:
+        return [0] * ring.team.size
+    items = []
+    for step in range(ring.team.size):
+        plan = _plan(ring, ring.schedule.source(ring.team.rank, step), x, task)
+        items.append(plan.cached_items(room))
+        room -= items[-1] * plan.itemsize
+    return items
+
+
+def _alpha(scale: Tensor, task: Task, dtype: torch.dtype) -> Tensor:
+    """The factor of the scores in the unit of the results. At scale 0 one too small to change any result keeps
+    dscale computable."""
+    tiny = 2.0**-70 if dtype == torch.float32 else 2.0**-200
+    if scale.is_cpu:
+        return torch.scalar_tensor(scale.item() / task.unit or tiny, dtype=dtype)
+    alpha = scale.to(dtype) / task.unit
+    return torch.where(alpha == 0, tiny, alpha)

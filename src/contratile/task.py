@@ -1,0 +1,77 @@
+"""What a call of the primitive is given and what it is asked for."""
+
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+LOG2E = 1.4426950408889634
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call. N queries, M keys, D features."""
+
+    query: Tensor  # [N, D]
+    key: Tensor | None  # [M, D]; None stands for the queries
+    scale: Tensor  # 0-d
+    bias: Tensor | None = None  # 0-d
+    labels: Tensor | None = None  # [N] key index of each query's positive
+    query_ids: Tensor | None = None  # [N]
+    key_ids: Tensor | None = None  # [M] pairs of equal id are left out, except a query's own positive
+    query_classes: Tensor | None = None  # [N, C]
+    key_classes: Tensor | None = None  # [M, C] scores are summed over pairs of equal class, for C kinds of classes
+    query_pos: Tensor | None = None  # [N] the positives' scores where they are not among these keys
+
+
+class Task(NamedTuple):
+    """What is computed, in plain values."""
+
+    reduce: Literal["lse", "softplus"] = "lse"
+    rows: bool = True
+    cols: bool = True
+    exclude_self: bool = False
+    margin: float = float("inf")
+    """For each side, pairs that score above its positive less `scale * margin` are dropped. Infinite: none are."""
+
+    ranks: bool = False
+    tile: int = 0
+    cache_bytes: int = 0
+
+    @property
+    def unit(self) -> float:
+        """Nats in a unit of the results: log-sum-exps are computed in base 2."""
+        return 1.0 if self.reduce == "softplus" else 1 / LOG2E
+
+    def definition(self) -> dict[str, Any]:
+        """What decides the results, without how they are computed."""
+        return {name: value for name, value in self._asdict().items() if name not in ("tile", "cache_bytes")}
+
+    @property
+    def filters(self) -> bool:
+        return self.margin < float("inf")
+
+    @property
+    def knows_positives(self) -> bool:
+        """Whether tiles are compared with the positives, which must then be known before the first tile."""
+        return self.filters or self.ranks
+
+
+Results = dict[str, Tensor]
+"""row, col, pos, row_sums, col_sums, row_counts, col_counts, row_higher, col_higher, cache: those asked for."""
+
+DIFFERENTIABLE = ("row", "col", "pos", "row_sums", "col_sums")
+
+
+def result_shapes(x: Inputs, task: Task) -> dict[str, tuple[int, ...]]:
+    """The names of the results and their shapes. The cache, whose size depends on tiles, is not among them."""
+    n, m = x.query.shape[0], (x.query if x.key is None else x.key).shape[0]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for side, length, wanted in (("row", n, task.rows), ("col", m, task.cols)):
+        if wanted:
+            shapes[side] = (length,)
+            if x.query_classes is not None:
+                shapes[f"{side}_sums"] = shapes[f"{side}_counts"] = (length, x.query_classes.shape[1])
+            if task.ranks:
+                shapes[f"{side}_higher"] = (length,)
+    if x.labels is not None:
+        shapes["pos"] = (n,)
+    return shapes
