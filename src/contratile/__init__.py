@@ -5,11 +5,20 @@ loss = ct.clip_loss(image_features, text_features, logit_scale)
 """
 
 from contratile import reference as reference
+from contratile.contrast import BatchStats as BatchStats
 from contratile.functional import clip_loss as clip_loss
 from contratile.functional import info_nce as info_nce
+from contratile.functional import nt_xent as nt_xent
 from contratile.functional import pair_lse as pair_lse
+from contratile.functional import siglip_loss as siglip_loss
+from contratile.functional import sup_con as sup_con
+from contratile.memory_queue import MemoryQueue as MemoryQueue
 from contratile.modules import ClipLoss as ClipLoss
 from contratile.modules import InfoNCE as InfoNCE
+from contratile.modules import NTXent as NTXent
+from contratile.modules import SigLipLoss as SigLipLoss
+from contratile.modules import SupCon as SupCon
+from contratile.tiles import TilePlan as TilePlan
 from contratile.tiles import plan_tiles as plan_tiles
 
 __version__ = "0.1.0"

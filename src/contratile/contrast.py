@@ -25,7 +25,8 @@ class BatchStats(NamedTuple):
     """How well a batch is told apart, over the pairs of all ranks: detached 0-d tensors.
 
     The rank of a positive is 1 + the number of other keys that score strictly higher, and top-1 means rank 1. Pairs
-    that a margin drops take part; pairs of equal id do not. `col_*` are None where there is one direction only.
+    that a margin drops take part; pairs of equal id do not. `col_*` are None where there is one direction only. Scores
+    that are equal but for rounding may fall on either side of each other.
     """
 
     row_top1: Tensor
@@ -203,7 +204,7 @@ def sums_over(x: Inputs) -> Inputs:
 def as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
     """A 0-d tensor on the features' device, at least fp32."""
     if isinstance(value, Tensor):
-        return value.reshape(())
+        return value if value.dim() == 0 else value.reshape(())
     return torch.tensor(
         value, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32, device=like.device
     )

@@ -41,8 +41,12 @@ from contratile.contrast import (
     BatchStats,
     Ids,
     Options,
+    Tally,
     as_tensor,
+    batch_stats,
     cross_entropies,
+    own_scores,
+    sums_over,
 )
 from contratile.errors import (
     bad_value,
@@ -255,17 +259,36 @@ def info_nce(
     return loss if losses.stats is None else (loss, losses.stats)
 
 
+@overload
 def nt_xent(
     z1: Tensor,
     z2: Tensor,
     temperature: Tensor | float = 0.5,
     *,
+    return_stats: Literal[False] = False,
+    **keywords: Unpack[Keywords],
+) -> Tensor: ...
+@overload
+def nt_xent(
+    z1: Tensor,
+    z2: Tensor,
+    temperature: Tensor | float = 0.5,
+    *,
+    return_stats: Literal[True],
+    **keywords: Unpack[Keywords],
+) -> tuple[Tensor, BatchStats]: ...
+def nt_xent(
+    z1: Tensor,
+    z2: Tensor,
+    temperature: Tensor | float = 0.5,
+    *,
+    return_stats: bool = False,
     group: Group = "auto",
     reduction: Reduction = "mean",
     backend: Backend = "auto",
     tile: int | None = None,
     cache_bytes: int = 0,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, BatchStats]:
     """SimCLR's loss of two views of each example: every view against all others. Replaces
 
         z = torch.cat([z1, z2])
@@ -285,8 +308,16 @@ def nt_xent(
     z = torch.cat([z1, z2])
     labels = torch.arange(len(z), device=z.device).roll(len(z1))
     x = Inputs(z, None, 1 / as_tensor(temperature, z), labels=labels)
-    results, unit = pair_stats(x, Task(cols=False, exclude_self=True), engine)
-    return _reduce(results["row"] - results["pos"], unit, reduction, engine.ring)
+    task = Task(cols=False, exclude_self=True, ranks=return_stats)
+    results, unit = pair_stats(sums_over(x) if return_stats else x, task, engine)
+    loss = _reduce(results["row"] - results["pos"], unit, reduction, engine.ring)
+    if not return_stats:
+        return loss
+    itself = own_scores(z.detach(), z.detach().unsqueeze(1)).squeeze(1) * (x.scale.detach() / unit)
+    rows = Tally(
+        results["row"], results["row_sums"][:, 0] - itself, results["row_counts"][:, 0] - 1, results["row_higher"]
+    )
+    return loss, batch_stats(rows, None, results["pos"], unit, engine)
 
 
 def sup_con(
@@ -328,18 +359,39 @@ def sup_con(
     return rows.sum() * (team.size / team.sum((count > 0).sum().to(rows.dtype)).clamp(min=1))
 
 
+@overload
 def siglip_loss(
     image: Tensor,
     text: Tensor,
     scale: Tensor | float,
     bias: Tensor | float,
     *,
+    return_stats: Literal[False] = False,
+    **keywords: Unpack[Keywords],
+) -> Tensor: ...
+@overload
+def siglip_loss(
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor | float,
+    bias: Tensor | float,
+    *,
+    return_stats: Literal[True],
+    **keywords: Unpack[Keywords],
+) -> tuple[Tensor, BatchStats]: ...
+def siglip_loss(
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor | float,
+    bias: Tensor | float,
+    *,
+    return_stats: bool = False,
     group: Group = "auto",
     reduction: Reduction = "mean",
     backend: Backend = "auto",
     tile: int | None = None,
     cache_bytes: int = 0,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, BatchStats]:
     """The sigmoid loss of SigLIP, scaled as open_clip's. Replaces
 
     logits = scale * image @ text.T + bias
@@ -355,8 +407,15 @@ def siglip_loss(
     engine = _start("siglip_loss", {"image": image, "text": text}, numbers, how, check)
     labels = torch.arange(len(image), device=image.device)
     x = Inputs(image, text, as_tensor(scale, image), as_tensor(bias, image), labels=labels)
-    results, unit = pair_stats(x, Task(reduce="softplus", cols=False), engine)
-    return _reduce(results["row"], unit, reduction, engine.ring)
+    task = Task(reduce="softplus", cols=return_stats, ranks=return_stats)
+    results, unit = pair_stats(sums_over(x) if return_stats else x, task, engine)
+    loss = _reduce(results["row"], unit, reduction, engine.ring)
+    if not return_stats:
+        return loss
+    number = results["row_counts"][:, 0]
+    rows = Tally(results["row"], results["row_sums"][:, 0] + number * bias, number, results["row_higher"])
+    cols = Tally(results["col"], None, None, results["col_higher"])
+    return loss, batch_stats(rows, cols, results["pos"], unit, engine)
 
 
 def _check_pairs(names: str, left: Tensor, right: Tensor) -> None:

@@ -1,16 +1,28 @@
 """The losses as modules: they store keywords and call the function."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from contratile import functional
-from contratile.backends import Backend
-from contratile.reference import Reduction
-from contratile.team import Group
+from contratile.functional import Keywords
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    class ContrastKeywords(Keywords, total=False):
+        """What is fixed for a training run of `ClipLoss` or `InfoNCE`."""
+
+        margin: float | None
+        label_smoothing: float
+        return_stats: bool
 
 
 class _Loss(nn.Module):
+    """Keywords given here are those of the function; tensors that change from batch to batch are given to the call."""
+
     def __init__(self, **keywords: Any) -> None:
         super().__init__()
         self.keywords = keywords
@@ -20,18 +32,13 @@ class _Loss(nn.Module):
 
 
 class ClipLoss(_Loss):
-    """`clip_loss` with open_clip's call: `loss(image_features, text_features, logit_scale, output_dict=False)`."""
+    """`clip_loss` with open_clip's call: `loss(image_features, text_features, logit_scale, output_dict=False)`.
 
-    def __init__(
-        self,
-        *,
-        group: Group = "auto",
-        reduction: Reduction = "mean",
-        backend: Backend = "auto",
-        tile: int | None = None,
-        cache_bytes: int = 0,
-    ) -> None:
-        super().__init__(group=group, reduction=reduction, backend=backend, tile=tile, cache_bytes=cache_bytes)
+    `negatives` are tensors of the batch: ids, extra_keys, extra_ids, hard_negatives, hard_mask, weights.
+    """
+
+    def __init__(self, **keywords: Unpack[ContrastKeywords]) -> None:
+        super().__init__(**keywords)
 
     def forward(
         self,
@@ -39,25 +46,20 @@ class ClipLoss(_Loss):
         text_features: Tensor,
         logit_scale: Tensor | float = 1.0,
         output_dict: bool = False,
-    ) -> Tensor | dict[str, Tensor]:
-        loss = functional.clip_loss(image_features, text_features, logit_scale, **self.keywords)
-        return {"contrastive_loss": loss} if output_dict else loss
+        **negatives: Any,
+    ) -> Any:
+        loss = functional.clip_loss(image_features, text_features, logit_scale, **self.keywords, **negatives)
+        return _answer(loss, output_dict)
 
 
 class InfoNCE(_Loss):
-    """`info_nce`; a learned scale is passed to the call, a fixed one may be given here."""
+    """`info_nce`; a learned scale is passed to the call, a fixed one may be given here.
 
-    def __init__(
-        self,
-        scale: float = 1.0,
-        *,
-        group: Group = "auto",
-        reduction: Reduction = "mean",
-        backend: Backend = "auto",
-        tile: int | None = None,
-        cache_bytes: int = 0,
-    ) -> None:
-        super().__init__(group=group, reduction=reduction, backend=backend, tile=tile, cache_bytes=cache_bytes)
+    `negatives` are tensors of the batch: ids, extra_keys, extra_ids, hard_negatives, hard_mask, weights.
+    """
+
+    def __init__(self, scale: float = 1.0, **keywords: Unpack[ContrastKeywords]) -> None:
+        super().__init__(**keywords)
         self.scale = scale
 
     def forward(
@@ -68,10 +70,73 @@ class InfoNCE(_Loss):
         *,
         labels: Tensor | None = None,
         output_dict: bool = False,
-    ) -> Tensor | dict[str, Tensor]:
+        **negatives: Any,
+    ) -> Any:
         scale = self.scale if scale is None else scale
-        loss = functional.info_nce(query, key, scale, labels=labels, **self.keywords)
-        return {"contrastive_loss": loss} if output_dict else loss
+        loss = functional.info_nce(query, key, scale, labels=labels, **self.keywords, **negatives)
+        return _answer(loss, output_dict)
 
     def extra_repr(self) -> str:
-        return f"scale={self.scale!r}, {super().extra_repr()}"
+        return f"scale={self.scale!r}, {super().extra_repr()}".removesuffix(", ")
+
+
+class NTXent(_Loss):
+    """`nt_xent`; a learned temperature is passed to the call."""
+
+    def __init__(self, temperature: float = 0.5, **keywords: Unpack[Keywords]) -> None:
+        super().__init__(**keywords)
+        self.temperature = temperature
+
+    def forward(
+        self, z1: Tensor, z2: Tensor, temperature: Tensor | float | None = None, *, output_dict: bool = False
+    ) -> Any:
+        temperature = self.temperature if temperature is None else temperature
+        return _answer(functional.nt_xent(z1, z2, temperature, **self.keywords), output_dict)
+
+    def extra_repr(self) -> str:
+        return f"temperature={self.temperature!r}, {super().extra_repr()}".removesuffix(", ")
+
+
+class SupCon(_Loss):
+    """`sup_con`; a learned temperature is passed to the call."""
+
+    def __init__(self, temperature: float = 0.1, **keywords: Unpack[Keywords]) -> None:
+        super().__init__(**keywords)
+        self.temperature = temperature
+
+    def forward(
+        self, z: Tensor, labels: Tensor, temperature: Tensor | float | None = None, *, output_dict: bool = False
+    ) -> Any:
+        temperature = self.temperature if temperature is None else temperature
+        return _answer(functional.sup_con(z, labels, temperature, **self.keywords), output_dict)
+
+    def extra_repr(self) -> str:
+        return f"temperature={self.temperature!r}, {super().extra_repr()}".removesuffix(", ")
+
+
+class SigLipLoss(_Loss):
+    """`siglip_loss` with open_clip's call: `loss(image_features, text_features, logit_scale, logit_bias)`."""
+
+    def __init__(self, **keywords: Unpack[Keywords]) -> None:
+        super().__init__(**keywords)
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor | float,
+        logit_bias: Tensor | float,
+        output_dict: bool = False,
+    ) -> Any:
+        loss = functional.siglip_loss(image_features, text_features, logit_scale, logit_bias, **self.keywords)
+        return _answer(loss, output_dict)
+
+
+def _answer(loss: Tensor | tuple[Tensor, Any], output_dict: bool) -> Any:
+    """The loss, or open_clip's dictionary; statistics, if they were asked for, go by their names."""
+    if not output_dict:
+        return loss
+    if isinstance(loss, Tensor):
+        return {"contrastive_loss": loss}
+    value, stats = loss
+    return {"contrastive_loss": value} | {name: x for name, x in stats._asdict().items() if x is not None}

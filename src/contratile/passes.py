@@ -8,7 +8,7 @@ travel forward, keys and their gradient backward.
 """
 
 from collections.abc import Mapping
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any
 
@@ -126,12 +126,12 @@ def backward(
                 col = Direction(visitor["lse"], visitor["grad"], _limit(visitor.get("level"), alpha, task))
             weights = LseWeights(row, col, labels=scores.rule.labels, pos=pos, mirrored=mirrored)
         dk = block.gathered[0] if block.gathered else None
-        dalpha = None if dscale is None else torch.zeros_like(dscale)
+        # Of symmetric scores two ranks compute the tiles between them, each for both.
+        dalpha = alpha.new_zeros(()) if dscale is not None and symmetric and not block.home else dscale
         into = Gradients(dq, dq if mirrored else dk, dalpha, dbias)
         torch_tiles.backward(scores, weights, grads.get("pos") if block.home else None, into, pos=pos)
-        if dscale is not None and dalpha is not None:
-            # Of symmetric scores two ranks compute the tiles between them, each for both.
-            dscale += dalpha * (0.5 if symmetric and not block.home else 1.0)
+        if dscale is not None and dalpha is not None and dalpha is not dscale:
+            dscale += dalpha / 2
         if "classes" in visitor and x.query_classes is not None:
             for c in range(x.query_classes.shape[1]):
                 own, theirs = x.query_classes[:, c], visitor["classes"][:, c]
@@ -249,7 +249,11 @@ def _plan(ring: Ring, source: int, x: Inputs, task: Task) -> TilePlan:
     itemsize = accumulation_dtype(x.query.dtype).itemsize
     symmetric = x.key is None and source == ring.team.rank
     n, d = x.query.shape
-    return plan_tiles(n, ring.sizes[source], d, tile=task.tile or None, itemsize=itemsize, symmetric=symmetric)
+    plan = plan_tiles if torch.compiler.is_compiling() else _known_plan  # a compiler's sizes may be symbols
+    return plan(n, ring.sizes[source], d, tile=task.tile or None, itemsize=itemsize, symmetric=symmetric)
+
+
+_known_plan = lru_cache(maxsize=1024)(plan_tiles)
 
 
 def cached_items(ring: Ring, x: Inputs, task: Task) -> list[int]:

@@ -39,14 +39,15 @@ def pair_stats(
 
     row [N], col [M]            log-sum-exps, or row sums of softplus(S) with positives' softplus(-S)
     pos [N]                     S[i, labels_i], wherever labels are given
-    row_sums, row_counts        [N, C]: sums and numbers of scores over keys of equal class; likewise columns
+    row_sums, row_counts        [N, C]: sums and numbers of scale * Q K^T over keys of equal class; likewise columns
     row_higher, col_higher      how many scores lie above the positive's, if `ranks`
 
     Pairs of equal id do not count unless positive. `margin`: nor do, for a row, scores above its positive's less
     `scale * margin`; likewise for a column.
     """
     key = query if key is None else key
-    every = scale * (query @ key.T) + (0 if bias is None else bias)
+    similar = scale * (query @ key.T)
+    every = similar if bias is None else similar + bias
     is_pos = torch.zeros_like(every, dtype=torch.bool)
     out: dict[str, Tensor] = {}
     level = query_pos
@@ -73,7 +74,7 @@ def pair_stats(
         )
         if query_classes is not None and key_classes is not None:
             same = query_classes.unsqueeze(1) == key_classes
-            out[f"{side}_sums"] = (every.unsqueeze(-1) * same).sum(dim)
+            out[f"{side}_sums"] = (similar.unsqueeze(-1) * same).sum(dim)
             out[f"{side}_counts"] = same.sum(dim).to(every.dtype)
         if ranks and bar is not None:
             out[f"{side}_higher"] = (scores > bar).sum(dim).to(every.dtype)

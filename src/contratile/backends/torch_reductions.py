@@ -88,6 +88,8 @@ class Sums:
         self.total = torch.zeros(n, dtype=like.dtype, device=like.device)
         self.limit = limit
         self.stats: Stats | None = None
+        self.shared = False
+        """Whether a tile was summed at a shared shift; if all were, every sum is positive."""
 
     def merge_(self, index: slice, level: Tensor, total: Tensor) -> None:
         if self.stats is None:
@@ -96,6 +98,9 @@ class Sums:
 
     def flush(self, shift: float | None) -> None:
         """Move what was summed at this shift into the statistics."""
+        if self.stats is None and self.shared and shift is not None:
+            self.stats, self.total = Stats(torch.full_like(self.total, shift), self.total), torch.zeros_like(self.total)
+            return
         level = torch.full_like(self.total, lowest(self.total.dtype))
         if shift is not None:
             level.masked_fill_(self.total > 0, shift)
@@ -149,6 +154,7 @@ class LseReader:
             return False
         for (_, side, index), total in zip(sides, totals, strict=True):
             side.total[index].add_(total)
+            side.shared = True
         return True
 
     def _below(self, limit: Tensor, s_RC: Tensor, out: Tensor, tile: Tile) -> Tensor:

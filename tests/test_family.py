@@ -1,0 +1,334 @@
+"""The loss family against its dense definitions: every loss, every option, their combinations, and what they refuse."""
+
+# mypy: allow-untyped-calls
+# (torch does not annotate all that is called here.)
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import contratile as ct
+from contratile import reference
+from contratile.contrast import BatchStats
+from tests.helpers import DTYPES, assert_precise, features, randn, run
+
+N, D, E, H = 37, 7, 11, 3
+Loss = Callable[..., Tensor]
+
+
+def ids_of(n: int, kinds: int, seed: int) -> Tensor:
+    return torch.randint(kinds, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+# --- losses of their own ------------------------------------------------------------------------------------------
+
+LABELS = {
+    "some": ids_of(N, 9, 1),
+    "pairs": torch.arange(N) // 2,
+    "all equal": torch.full((N,), -5),
+    "all different": torch.arange(N) * 1000003,
+    "one pair": torch.arange(N).clamp(max=N - 2),
+}
+
+
+@pytest.mark.parametrize("tile", [1, 8, 13, 64])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nt_xent(dtype: torch.dtype, tile: int) -> None:
+    z1, z2 = features(N, D, seed=1, dtype=dtype), features(N, D, seed=2, dtype=dtype)
+    scale = torch.tensor(5.0, dtype=torch.promote_types(dtype, torch.float32))
+    # In terms of 1 / temperature, as the rule's noise is that of scores.
+    assert_precise(
+        lambda a, b, s: ct.nt_xent(a, b, 1 / s, tile=tile),
+        lambda a, b, s: reference.nt_xent(a, b, 1 / s),
+        *(z1, z2, scale),
+        share=1 / N,
+        roundings=2,
+    )
+
+
+@pytest.mark.parametrize("name", LABELS)
+@pytest.mark.parametrize("tile", [1, 8, 64])
+def test_sup_con(name: str, tile: int) -> None:
+    labels = LABELS[name]
+    z, t = randn(N, D, seed=3, dtype=torch.float64), torch.tensor(0.7, dtype=torch.float64)
+    ours = run(lambda z, t: ct.sup_con(z, labels, t, tile=tile), z, t)
+    assert_close(ours, run(lambda z, t: reference.sup_con(z, labels, t), z, t))
+    if name == "all different":
+        assert ours.values[0] == 0 and not ours.grads[0].any()
+    for reduction in ("sum", "none"):
+        rows = ct.sup_con(z, labels, t, tile=tile, reduction=reduction)
+        torch.testing.assert_close(rows, reference.sup_con(z, labels, t, reduction=reduction))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sup_con_precision(dtype: torch.dtype) -> None:
+    labels = LABELS["some"]
+    z = features(N, D, seed=1, dtype=dtype)
+    scale = torch.tensor(10.0, dtype=torch.promote_types(dtype, torch.float32))
+    assert_precise(
+        lambda a, b, s: ct.sup_con(a, labels, 1 / s, tile=8) + 0 * b.float().sum(),
+        lambda a, b, s: reference.sup_con(a, labels, 1 / s) + 0 * b.sum(),
+        *(z, features(N, D, seed=2, dtype=dtype), scale),
+        share=1 / N,
+        roundings=2,
+    )
+
+
+@pytest.mark.parametrize("tile", [1, 8, 64])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_siglip(dtype: torch.dtype, tile: int) -> None:
+    image, text = features(N, D, seed=1, dtype=dtype), features(N, D, seed=2, dtype=dtype)
+    scale = torch.tensor(10.0, dtype=torch.promote_types(dtype, torch.float32))
+    assert_precise(
+        lambda a, b, s: ct.siglip_loss(a, b, s, -10.0, tile=tile),
+        lambda a, b, s: reference.siglip_loss(a, b, s, -10.0),
+        *(image, text, scale),
+        share=1.0,
+    )
+
+
+@pytest.mark.parametrize("bias", [-60.0, -10.0, 0.0, 40.0])
+def test_siglip_far_from_zero(bias: float) -> None:
+    """Where softplus is linear or vanishes; positives are not lost in a difference."""
+    image, text = features(N, D, seed=1, norm=4.0), features(N, D, seed=1, norm=4.0)
+    inputs = image.double(), text.double(), torch.tensor(5.0).double(), torch.tensor(bias).double()
+    exact = run(reference.siglip_loss, *inputs)
+    ours = run(lambda *x: ct.siglip_loss(*x, tile=8), *(x.float() for x in inputs))
+    for got, want in zip(ours.values + ours.grads, exact.values + exact.grads, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=1e-6 * float(want.abs().max()))
+    precise = run(lambda *x: ct.siglip_loss(*x, tile=8), *inputs)
+    assert_close(precise, exact)
+
+
+# --- options ------------------------------------------------------------------------------------------------------
+
+IDS, KEY_IDS = ids_of(N, 9, 1), ids_of(N, 9, 2)
+EXTRA_IDS = ids_of(E, 9, 3)
+MASK = torch.rand(N, H, generator=torch.Generator().manual_seed(4)) > 0.4
+WEIGHTS = torch.rand(N, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+LABELS_OF_QUERIES = ids_of(N, N, 6)
+
+
+def assert_close(ours: Any, oracle: Any, rtol: float = 1e-11) -> None:
+    for got, want in zip(ours.values + ours.grads, oracle.values + oracle.grads, strict=True):
+        torch.testing.assert_close(got, want, rtol=rtol, atol=rtol * max(1.0, float(want.abs().max())))
+
+
+def inputs() -> list[Tensor]:
+    """Query, key, scale, extra keys, hard negatives in fp64."""
+    kinds = ((N, D), (N, D), (), (E, D), (N, H, D))
+    x = [randn(*shape, seed=seed, dtype=torch.float64) for seed, shape in enumerate(kinds)]
+    x[2] = torch.tensor(1.7, dtype=torch.float64)
+    return x
+
+
+options = st.fixed_dictionaries(
+    {},
+    optional={
+        "ids": st.sampled_from([IDS, (IDS, KEY_IDS), torch.zeros(N, dtype=torch.long)]),
+        "extra_ids": st.just(EXTRA_IDS),
+        "hard_mask": st.sampled_from([MASK, torch.zeros(N, H, dtype=torch.bool)]),
+        "margin": st.sampled_from([-0.5, 0.0, 0.4, 100.0]),
+        "label_smoothing": st.sampled_from([0.1, 0.9]),
+        "weights": st.just(WEIGHTS),
+        "labels": st.just(LABELS_OF_QUERIES),
+        "reduction": st.sampled_from(["mean", "sum"]),
+    },
+)
+
+
+@given(options, st.booleans(), st.booleans(), st.sampled_from([1, 8, 64]), st.sampled_from(["clip_loss", "info_nce"]))
+@settings(deadline=None, max_examples=150)
+def test_options_and_their_combinations(chosen: dict[str, Any], extra: bool, hard: bool, tile: int, name: str) -> None:
+    if "margin" in chosen:
+        chosen.pop("label_smoothing", None)
+    if not extra or "ids" not in chosen:
+        chosen.pop("extra_ids", None)
+    if not hard:
+        chosen.pop("hard_mask", None)
+    if name == "clip_loss":
+        chosen.pop("labels", None)
+    x = inputs()
+    names = ["extra_keys"] * extra + ["hard_negatives"] * hard
+    leaves = x[:3] + [x[3]] * extra + [x[4]] * hard
+
+    def loss(function: Loss, **more: Any) -> Callable[..., Tensor]:
+        return lambda q, k, s, *others: function(q, k, s, **chosen, **dict(zip(names, others, strict=True)), **more)
+
+    exact = run(loss(getattr(reference, name)), *leaves)
+    assert all(bool(y.isfinite().all()) for y in exact.values)
+    for more in ({"tile": tile}, {"backend": "dense"}):
+        assert_close(run(loss(getattr(ct, name), **more), *leaves), exact)
+
+
+def test_every_negative_excluded() -> None:
+    """Then the positive is alone: loss 0, no gradient, no NaN, learned scale included."""
+    q, k = features(N, D, seed=1), features(N, D, seed=2)
+    everything: list[dict[str, Any]] = [
+        {"ids": torch.zeros(N, dtype=torch.long)},
+        {"margin": 1e6},
+        {"margin": 1e6, "hard_negatives": features(N * H, D, seed=3).view(N, H, D)},
+        {"ids": torch.zeros(N, dtype=torch.long), "label_smoothing": 0.3},
+        {
+            "ids": torch.zeros(N, dtype=torch.long),
+            "hard_negatives": features(N * H, D, seed=3).view(N, H, D),
+            "hard_mask": torch.zeros(N, H, dtype=torch.bool),
+        },
+    ]
+    for chosen in everything:
+        for loss in (ct.clip_loss, ct.info_nce):
+            outcome = run(lambda q, k, s, f=loss, o=chosen: f(q, k, s, tile=8, **o), q, k, torch.tensor(20.0))
+            for value in outcome.values + outcome.grads:
+                assert value.abs().max() < 1e-5, chosen
+
+
+@pytest.mark.parametrize("tile", [8, 17, None])
+def test_a_margin_drops_the_same_pairs_forward_and_backward(tile: int | None) -> None:
+    """Duplicates of the positive and margin 0: rounding decides which of them count, but once and for all.
+
+    A row of G sums to 0 if and only if the weights are those of the log-sum-exp; a key feature of 1 shows the sum.
+    """
+    q = features(N, D, seed=1)
+    k = features(1, D, seed=2).expand(N, D).clone()
+    k[:, 0] = 1
+    outcome = run(lambda q, k, s: ct.info_nce(q, k, s, margin=0.0, tile=tile), q, k, torch.tensor(10.0))
+    assert 0 < outcome.values[0] < math.log(N) + 1e-5
+    assert outcome.grads[0][:, 0].abs().max() < 1e-5 * 10 / N
+
+
+def test_weights_of_zero_drop_a_query_but_not_its_key() -> None:
+    q, k, s = inputs()[:3]
+    weights = torch.ones(N).double()
+    weights[5] = 0
+    rows = ct.info_nce(q, k, s, reduction="none")
+    kept = torch.arange(N) != 5
+    torch.testing.assert_close(ct.info_nce(q, k, s, weights=weights), rows[kept].mean())
+
+
+# --- statistics ---------------------------------------------------------------------------------------------------
+
+
+def naive_stats(scores: Tensor, pos: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Top-1, mean rank, mean negative score, of rows whose positive is among the columns that count."""
+    rank = 1 + ((scores > pos.unsqueeze(1)) & counts).sum(1)
+    negative = (scores * counts).sum() - pos.sum()
+    return (rank == 1).double().mean(), rank.double().mean(), negative / (counts.sum() - len(pos))
+
+
+@pytest.mark.parametrize("tile", [1, 8, 64])
+@pytest.mark.parametrize("margin", [None, 0.3])
+def test_statistics_of_clip_loss(tile: int, margin: float | None) -> None:
+    q, k, s, extra, hard = inputs()
+    chosen: dict[str, Any] = {"ids": IDS, "extra_keys": extra, "extra_ids": EXTRA_IDS, "hard_negatives": hard}
+    loss, stats = ct.clip_loss(q, k, s, **chosen, hard_mask=MASK, margin=margin, return_stats=True, tile=tile)
+    assert loss == ct.clip_loss(q, k, s, **chosen, hard_mask=MASK, margin=margin, tile=tile)
+    own = s * q @ k.T
+    counts = (IDS.unsqueeze(1) != IDS) | torch.eye(N, dtype=torch.bool)
+    scores = torch.cat([own, s * q @ extra.T, s * torch.einsum("nd,nhd->nh", q, hard)], 1)
+    whole = torch.cat([counts, IDS.unsqueeze(1) != EXTRA_IDS, MASK], 1)
+    top1, rank, negative = naive_stats(scores, own.diagonal(), whole)
+    col_top1, col_rank, _ = naive_stats(own.T, own.diagonal(), counts.T)
+    expected = BatchStats(top1, rank, col_top1, col_rank, own.diagonal().mean(), negative)
+    torch.testing.assert_close(tuple(stats), tuple(expected))
+    assert not any(x is not None and x.requires_grad for x in stats)
+
+
+def test_statistics_of_the_others() -> None:
+    q, k, s = inputs()[:3]
+    scores = s * q @ k.T
+    every = torch.ones_like(scores, dtype=torch.bool)
+    top1, rank, negative = naive_stats(scores, scores.diagonal(), every)
+    loss, stats = ct.info_nce(q, k, s, return_stats=True, tile=8)
+    torch.testing.assert_close(stats[:2], (top1, rank))
+    assert stats.col_top1 is None and stats.col_rank is None
+    loss, stats = ct.siglip_loss(q, k, s, -2.0, return_stats=True, tile=8)
+    assert loss == ct.siglip_loss(q, k, s, -2.0, tile=8)
+    col_top1, col_rank, _ = naive_stats(scores.T, scores.diagonal(), every)
+    expected = (top1, rank, col_top1, col_rank, scores.diagonal().mean() - 2, negative - 2)
+    torch.testing.assert_close(tuple(stats), expected)
+    loss, stats = ct.nt_xent(q, k, 1 / s, return_stats=True, tile=8)
+    assert loss == ct.nt_xent(q, k, 1 / s, tile=8)
+    z = torch.cat([q, k])
+    views, others = s * z @ z.T, ~torch.eye(2 * N, dtype=torch.bool)
+    pos = views[torch.arange(2 * N), torch.arange(2 * N).roll(N)]
+    top1, rank, negative = naive_stats(views, pos, others)
+    torch.testing.assert_close((stats[0], stats[1], *stats[4:]), (top1, rank, pos.mean(), negative))
+
+
+@pytest.mark.parametrize("tile", [64, 17, None])
+def test_a_positive_does_not_outrank_itself(tile: int | None) -> None:
+    """What it is compared with is its own score, to the last bit."""
+    q = features(300, 33, seed=1)
+    for _, stats in (
+        ct.clip_loss(q, q.clone(), 20.0, return_stats=True, tile=tile),
+        ct.info_nce(q, q.flip(0), 20.0, labels=torch.arange(299, -1, -1), return_stats=True, tile=tile),
+        ct.siglip_loss(q, q.clone(), 20.0, -5.0, return_stats=True, tile=tile),
+    ):
+        assert stats.row_top1 == 1 and stats.row_rank == 1
+        assert stats.col_rank is None or stats.col_rank == 1
+
+
+# --- modules ------------------------------------------------------------------------------------------------------
+
+
+def test_modules_call_their_functions() -> None:
+    q, k, s, extra, hard = inputs()
+    assert ct.NTXent(0.3, tile=8)(q, k) == ct.nt_xent(q, k, 0.3, tile=8)
+    assert ct.NTXent(0.3)(q, k, 0.9, output_dict=True) == {"contrastive_loss": ct.nt_xent(q, k, 0.9)}
+    assert ct.SupCon(0.3)(q, IDS) == ct.sup_con(q, IDS, 0.3)
+    assert ct.SigLipLoss(reduction="sum")(q, k, s, -1.0) == ct.siglip_loss(q, k, s, -1.0, reduction="sum")
+    expected = ct.clip_loss(q, k, s, ids=IDS, extra_keys=extra, margin=0.2)
+    assert ct.ClipLoss(margin=0.2)(q, k, s, ids=IDS, extra_keys=extra) == expected
+    answer = ct.InfoNCE(3.0, return_stats=True)(q, k, hard_negatives=hard, output_dict=True)
+    assert answer["contrastive_loss"] == ct.info_nce(q, k, 3.0, hard_negatives=hard)
+    assert set(answer) == {"contrastive_loss", "row_top1", "row_rank", "positive_logit", "negative_logit"}
+    assert "temperature=0.3" in repr(ct.NTXent(0.3)) and "margin=0.2" in repr(ct.ClipLoss(margin=0.2))
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        ({"margin": 0.1, "label_smoothing": 0.1}, "drop one of them"),
+        ({"label_smoothing": 1.0}, "from 0 to below 1"),
+        ({"margin": "much"}, "margin: expected a number"),
+        ({"ids": torch.zeros(3, dtype=torch.long)}, r"ids: expected shape \[37\]"),
+        ({"ids": torch.zeros(N)}, "integer"),
+        ({"ids": (IDS,)}, "one vector or two"),
+        ({"extra_ids": EXTRA_IDS}, "drop extra_ids"),
+        ({"extra_keys": torch.zeros(E, D + 1)}, "one number of features"),
+        ({"extra_keys": torch.zeros(E, D), "extra_ids": EXTRA_IDS}, "Pass ids= too"),
+        ({"hard_mask": MASK}, "drop hard_mask"),
+        ({"hard_negatives": torch.zeros(N, D)}, r"shape \[37, H, 7\]"),
+        ({"hard_negatives": torch.zeros(N, H, D, dtype=torch.float64)}, "hard_negatives.to"),
+        ({"hard_negatives": torch.zeros(N, H, D), "hard_mask": MASK.T}, r"bool of shape \[37, 3\]"),
+        ({"weights": torch.ones(N - 1)}, r"floats of shape \[37\]"),
+        ({"weights": torch.ones(N, requires_grad=True)}, "detach"),
+    ],
+)
+def test_bad_options(chosen: dict[str, Any], said: str) -> None:
+    for loss in (ct.clip_loss, ct.info_nce):
+        with pytest.raises((ValueError, TypeError), match=said):
+            loss(features(N, D, seed=1), features(N, D, seed=2), 1.0, **chosen)
+
+
+def test_bad_arguments_of_the_family() -> None:
+    z = features(N, D, seed=1)
+    with pytest.raises(ValueError, match="z1 and z2: expected equally many rows, got 37 and 36"):
+        ct.nt_xent(z, z[1:])
+    with pytest.raises(ValueError, match="temperature: expected a positive number"):
+        ct.nt_xent(z, z, 0.0)
+    with pytest.raises(ValueError, match="labels: expected shape"):
+        ct.sup_con(z, IDS[1:])
+    with pytest.raises(ValueError, match="bias: expected a float"):
+        ct.siglip_loss(z, z, 1.0, torch.zeros(2))
+    with pytest.raises(ValueError, match="ids: expected a pair"):
+        ct.info_nce(z, features(N + 1, D, seed=2), ids=IDS)

@@ -1,0 +1,243 @@
+"""The loss family over ranks equals the family on the whole batch; the queue that ranks share."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import contratile as ct
+from contratile import reference
+from tests.helpers import randn
+from tests.ranks import pool
+
+SIZES: list[tuple[int, ...]] = [(9,), (8, 9), (5, 0, 17)]
+D, H = 6, 2
+
+
+def part(x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    return torch.split(x, list(sizes))[dist.get_rank()]
+
+
+def compare(
+    ours: Callable[..., Tensor],
+    oracle: Callable[..., Tensor],
+    shared: list[Tensor],
+    split: list[tuple[Tensor, tuple[int, ...]]],
+) -> list[float]:
+    """Relative errors of the mean value and of all gradients, in fp64. `split` tensors are dealt to the ranks,
+    `shared` ones (scale, bias) are everybody's."""
+    world = dist.get_world_size()
+    local = [part(x, sizes).clone().requires_grad_() for x, sizes in split]
+    numbers = [x.clone().requires_grad_() for x in shared]
+    loss = ours(*local, *numbers)
+    loss.backward()
+    whole = [x.clone().requires_grad_() for x, _ in split]
+    exact = [x.clone().requires_grad_() for x in shared]
+    want = oracle(*whole, *exact)
+    (want * world).backward()
+    value = loss.detach().clone()
+    dist.all_reduce(value)
+    errors = [float((value / world - want).abs() / want.abs())]
+    for x, (_, sizes), y in zip(local, split, whole, strict=True):
+        assert x.grad is not None and y.grad is not None
+        errors.append(float((x.grad - part(y.grad, sizes)).abs().sum() / y.grad.abs().max()))
+    for x, y in zip(numbers, exact, strict=True):
+        assert x.grad is not None and y.grad is not None
+        total = x.grad.clone()
+        dist.all_reduce(total)
+        errors.append(float((total - y.grad).abs() / y.grad.abs()))
+    return errors
+
+
+def features(n: int, seed: int) -> Tensor:
+    return randn(n, D, seed=seed, dtype=torch.float64)
+
+
+def scalar(x: float) -> Tensor:
+    return torch.tensor(x, dtype=torch.float64)
+
+
+def integers(n: int, kinds: int, seed: int) -> Tensor:
+    return torch.randint(kinds, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+def nt_xent_errors(sizes: tuple[int, ...], tile: int) -> list[float]:
+    n = sum(sizes)
+    pairs = [(features(n, 1), sizes), (features(n, 2), sizes)]
+    return compare(lambda a, b, t: ct.nt_xent(a, b, t, tile=tile), reference.nt_xent, [scalar(0.7)], pairs)
+
+
+def sup_con_errors(sizes: tuple[int, ...], tile: int) -> list[float]:
+    n = sum(sizes)
+    labels = integers(n, 4, 3)
+    labels[0] = 99  # alone in its class
+    return compare(
+        lambda z, t: ct.sup_con(z, part(labels, sizes), t, tile=tile),
+        lambda z, t: reference.sup_con(z, labels, t),
+        [scalar(0.7)],
+        [(features(n, 1), sizes)],
+    )
+
+
+def siglip_errors(sizes: tuple[int, ...], tile: int) -> list[float]:
+    n = sum(sizes)
+    pairs = [(features(n, 1), sizes), (features(n, 2), sizes)]
+    ours = lambda a, b, s, c: ct.siglip_loss(a, b, s, c, tile=tile)  # noqa: E731
+    return compare(ours, reference.siglip_loss, [scalar(1.3), scalar(-2.0)], pairs)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ids": {},
+    "margin": {"margin": 0.2},
+    "label_smoothing": {"label_smoothing": 0.2},
+}
+
+
+def option_errors(name: str, which: str, sizes: tuple[int, ...], tile: int) -> list[float]:
+    """Ids over ranks, extra keys of different numbers, hard negatives, weights, and the option."""
+    n, extras = sum(sizes), tuple(range(1, len(sizes) + 1))
+    ids, extra_ids = integers(n, 5, 1), integers(sum(extras), 5, 2)
+    weights = torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    mask = integers(n * H, 2, 4).view(n, H).bool()
+    split = [(features(n, 1), sizes), (features(n, 2), sizes), (features(sum(extras), 3), extras)]
+    hard = randn(n, H, D, seed=4, dtype=torch.float64)
+
+    def loss(function: Callable[..., Tensor], deal: Callable[[Tensor, tuple[int, ...]], Tensor], **more: Any) -> Any:
+        options = {"ids": deal(ids, sizes), "weights": deal(weights, sizes), "hard_mask": deal(mask, sizes)}
+        options["extra_ids"] = deal(extra_ids, extras)
+        return lambda q, k, e, h, s: function(
+            q, k, s, extra_keys=e, hard_negatives=h, **options, **OPTIONS[which], **more
+        )
+
+    ours = loss(getattr(ct, name), part, tile=tile)
+    oracle = loss(getattr(reference, name), lambda x, _: x)
+    return compare(ours, oracle, [scalar(1.1)], [*split, (hard, sizes)])
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("function", [nt_xent_errors, sup_con_errors, siglip_errors])
+def test_losses_over_ranks(function: Callable[..., list[float]], sizes: tuple[int, ...]) -> None:
+    for tile in (4, 100):
+        for errors in pool(len(sizes)).run(function, sizes, tile):
+            assert max(errors) < 1e-11, errors
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("which", OPTIONS)
+@pytest.mark.parametrize("name", ["clip_loss", "info_nce"])
+def test_options_over_ranks(name: str, which: str, sizes: tuple[int, ...]) -> None:
+    for errors in pool(len(sizes)).run(option_errors, name, which, sizes, 4):
+        assert max(errors) < 1e-11, errors
+
+
+def statistics(name: str, sizes: tuple[int, ...]) -> tuple[list[float], list[float]]:
+    """Over the ranks, and of one process on the whole batch."""
+    n = sum(sizes)
+    q, k = features(n, 1), features(n, 2)
+    more = {"clip_loss": (1.3,), "siglip_loss": (1.3, -1.0), "nt_xent": (0.7,)}[name]
+    _, got = getattr(ct, name)(part(q, sizes), part(k, sizes), *more, return_stats=True, tile=4)
+    _, want = getattr(ct, name)(q, k, *more, return_stats=True, group=None)
+    return [float(x) for x in got if x is not None], [float(x) for x in want if x is not None]
+
+
+@pytest.mark.parametrize("name", ["clip_loss", "siglip_loss", "nt_xent"])
+def test_statistics_are_of_the_global_batch(name: str) -> None:
+    for got, want in pool(3).run(statistics, name, (5, 0, 17)):
+        assert got == pytest.approx(want, rel=1e-12)
+
+
+def different_options() -> str:
+    q = torch.randn(4, D)
+    margin = 0.1 if dist.get_rank() == 0 else 0.2
+    with pytest.raises(ValueError, match="call: expected the same on every rank") as error:
+        ct.clip_loss(q, q, margin=margin)
+    return str(error.value)
+
+
+def test_options_that_differ_between_ranks_are_told() -> None:
+    first, second = pool(2).run(different_options)
+    assert first == second and "0.1" in first and "0.2" in first
+
+
+# --- the queue ----------------------------------------------------------------------------------------------------
+
+
+def queue_run(sizes: tuple[int, ...], capacity: int, steps: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The queue's content, its ids, and all shares joined, after some steps."""
+    queue = ct.MemoryQueue(capacity, 2, with_ids=True, dtype=torch.float64)
+    for step in range(steps):
+        n = sum(sizes)
+        keys = torch.arange(2 * n, dtype=torch.float64).view(n, 2) + 1000 * step
+        queue.enqueue(part(keys, sizes), part(torch.arange(n) + 1000 * step, sizes))
+    shares: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, (queue.keys(), queue.ids()))
+    return queue.buffer[: len(queue)], queue.ids_buffer[: len(queue)], [keys for keys, _ in shares]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(("capacity", "steps"), [(100, 2), (30, 4), (7, 3)])
+def test_queue_over_ranks(sizes: tuple[int, ...], capacity: int, steps: int) -> None:
+    n = sum(sizes)
+    newest = [key + 1000 * step for step in range(steps) for key in range(n)][-capacity:]
+    for content, ids, shares in pool(len(sizes)).run(queue_run, sizes, capacity, steps):
+        assert sorted(ids.tolist()) == sorted(newest)
+        assert sorted(torch.cat(shares)[:, 0].tolist()) == sorted(content[:, 0].tolist())
+        assert torch.equal(content[:, 0] % 1000, ids.double() % 1000 * 2)
+
+
+def queue_loss() -> list[float]:
+    """A loss against the queue equals one against all of its keys."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    queue = ct.MemoryQueue(20, D, dtype=torch.float64)
+    queue.enqueue(features(13, 9)[rank::world])
+    q, k = features(6, 1), features(6, 2)
+    sizes = (2,) * world
+    loss = ct.info_nce(part(q, sizes), part(k, sizes), 2.0, extra_keys=queue.keys())
+    dist.all_reduce(loss)
+    want = reference.info_nce(q, k, 2.0, extra_keys=queue.buffer[: len(queue)])
+    return [float(loss / world), float(want)]
+
+
+def test_a_loss_against_the_queue() -> None:
+    for got, want in pool(3).run(queue_loss):
+        assert got == pytest.approx(want, rel=1e-12)
+
+
+def test_queue_wraps_around_and_resumes() -> None:
+    queue = ct.MemoryQueue(5, 1)
+    assert len(queue) == 0 and queue.keys().shape == (0, 1)
+    for first in (0, 3, 6):
+        queue.enqueue(torch.arange(first, first + 3.0).unsqueeze(1))
+    assert sorted(queue.keys().flatten().tolist()) == [4, 5, 6, 7, 8]
+    resumed = ct.MemoryQueue(5, 1)
+    resumed.load_state_dict(queue.state_dict())
+    for q in (queue, resumed):
+        q.enqueue(torch.tensor([[9.0]]))
+    assert torch.equal(queue.keys(), resumed.keys()) and sorted(queue.keys().flatten().tolist()) == [5, 6, 7, 8, 9]
+    queue.enqueue(torch.arange(100.0, 112).unsqueeze(1))  # more than it holds
+    assert sorted(queue.keys().flatten().tolist()) == [107, 108, 109, 110, 111]
+
+
+def test_queue_keys_survive_the_next_enqueue() -> None:
+    queue = ct.MemoryQueue(4, D, dtype=torch.float64)
+    queue.enqueue(features(4, 1))
+    q, k = features(3, 2).requires_grad_(), features(3, 3)
+    loss = ct.info_nce(q, k, extra_keys=queue.keys())
+    want = torch.autograd.grad(reference.info_nce(q, k, extra_keys=features(4, 1)), q)
+    queue.enqueue(k)
+    torch.testing.assert_close(torch.autograd.grad(loss, q), want)
+
+
+def test_queue_refusals() -> None:
+    with pytest.raises(ValueError, match="size: expected at least 1"):
+        ct.MemoryQueue(0, 4)
+    queue = ct.MemoryQueue(4, 2)
+    with pytest.raises(ValueError, match="one number of features"):
+        queue.enqueue(torch.zeros(3, 5))
+    with pytest.raises(ValueError, match="with_ids=True"):
+        queue.enqueue(torch.zeros(3, 2), torch.zeros(3, dtype=torch.long))
+    with pytest.raises(ValueError, match="with_ids=True"):
+        queue.ids()
