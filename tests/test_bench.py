@@ -15,7 +15,7 @@ import contratile
 from contratile.bench import cases, harness, memory
 from contratile.bench.loss import LossConfig
 from contratile.bench.plots import draw
-from contratile.bench.rows import Recording, Row, load, save
+from contratile.bench.rows import LossRow, Recording, load, save
 from contratile.cli import COMMANDS, main
 from contratile.cli.bench import EXTRA
 
@@ -85,9 +85,9 @@ def test_plots_are_images_and_can_be_drawn_again(results: Path, tmp_path: Path) 
             assert content.startswith(b"\x89PNG") and len(content) > 5000
 
 
-def row(**changes: Any) -> Row:
+def row(**changes: Any) -> LossRow:
     facts = {"commit": "c", "threads": 1, "torch": "t", "cpu": "p", "command": "x"}
-    return Row(**{"contestant": "dense", "n": 128, "d": 16, "dtype": "float32", "status": "ok", **facts, **changes})
+    return LossRow(**{"contestant": "dense", "n": 128, "d": 16, "dtype": "float32", "status": "ok", **facts, **changes})
 
 
 def test_rows_survive_the_disk_and_plots_take_gaps(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_what_does_not_fit_is_predicted_not_tried(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(memory, "memory_bytes", lambda entry: harness.GiB)
     peak = memory.measure("dense", 32768, 64, scale=1.0, threads=1, timeout=1)
     assert peak.status.startswith("out of memory (predicted 16.") and peak.mib is None
-    assert memory.refused("contratile", 32768, 64) is None
+    assert memory.no_room(cases.CONTESTANTS["contratile"].predicted_bytes(32768, 64)) is None
 
 
 def test_contestants_of_this_package_agree_with_the_reference() -> None:
