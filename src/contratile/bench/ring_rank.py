@@ -90,11 +90,13 @@ class Point:
 
     @contextmanager
     def under_way(self, name: str, doing: str | None = None) -> Iterator[None]:
-        """What is done for a contestant, and the end of this rank if that fails."""
+        """What is done for a contestant, and the end of this rank if that fails. Ranks go on together."""
         if doing:
             self.tell(name, f"{name}: {doing}")
         try:
             yield
+            if doing:
+                dist.barrier()
         except Exception as error:
             say("failed", contestant=name, status=describe(error))
             sys.exit(1)
