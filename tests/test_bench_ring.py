@@ -56,10 +56,12 @@ def test_run_measures_what_it_promises(results: Path) -> None:
             assert row.seconds_best and row.seconds_median and 0 < row.seconds_best <= row.seconds_median
             assert row.limit_seconds == rows["contratile", world].limit_seconds
             assert row.percent_of_limit == pytest.approx(100 * (row.limit_seconds or 0) / row.seconds_best)
-            overlap = row.transfer_seconds, row.waited_seconds, row.hidden_percent
+            overlap = row.transfer_seconds, row.waited_seconds, row.exposed_seconds, row.hidden_percent
             assert all(x is not None for x in overlap) == (name == "contratile" and world == 2)
     assert rows["contratile", 2].ratio_to_contratile == 1
-    assert 0 <= (rows["contratile", 2].hidden_percent or 0) <= 100
+    ours = rows["contratile", 2]
+    assert 0 <= (ours.exposed_seconds or 0) <= (ours.waited_seconds or 0)
+    assert 0 <= (ours.hidden_percent or 0) <= (ours.hidden_percent_at_most or 0) <= 100
     assert "unknown contestant" in rows["nobody", 2].status and rows["nobody", 2].seconds_best is None
 
 

@@ -34,6 +34,7 @@ def launch(
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "stderr").open("w+") as errors:
         ranks: list[subprocess.Popen[str]] = []
         incoming, outgoing = os.pipe()
+        said = _read(incoming)
         try:
             for rank in range(world):
                 place = ["--rank", str(rank), "--world", str(world), "--store", f"{folder}/store"]
@@ -43,25 +44,33 @@ def launch(
                     command, env=environment, stdout=outgoing, stderr=errors, text=True, start_new_session=True
                 )
                 ranks.append(process)
-            os.close(outgoing)
-            with os.fdopen(incoming) as lines:
-                status = _listen(ranks, lines, silence, hear)
-                _end(ranks, grace=GRACE if status is None else 0)
+            status = _listen(ranks, said, silence, hear)
+            _end(ranks, grace=GRACE if status is None else 0)
         finally:
+            os.close(outgoing)
             _end(ranks, grace=0)
         return f"{status}{_tail(errors)}" if status and status.startswith("failed: rank") else status
 
 
-def _listen(
-    ranks: list["subprocess.Popen[str]"], lines: IO[str], silence: float, hear: Callable[[Event], None]
-) -> str | None:
+def _read(incoming: int) -> "queue.SimpleQueue[str]":
+    """The lines that arrive through a pipe, until nobody holds its other end."""
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def read() -> None:
-        for line in lines:
-            said.put(line)
+        with os.fdopen(incoming) as lines:
+            for line in lines:
+                said.put(line)
 
     threading.Thread(target=read, daemon=True).start()
+    return said
+
+
+def _listen(
+    ranks: list["subprocess.Popen[str]"],
+    said: "queue.SimpleQueue[str]",
+    silence: float,
+    hear: Callable[[Event], None],
+) -> str | None:
     last_word = time.monotonic()
     while True:
         try:
@@ -96,7 +105,8 @@ def _died(ranks: list["subprocess.Popen[str]"]) -> str | None:
     codes = [process.poll() for process in ranks]
     if -9 in codes:
         return KILLED
-    gone = [f"{rank} ended with code {code}" for rank, code in enumerate(codes) if code is not None]
+    finished = (None,) if set(codes) == {0} else (None, 0)  # one may leave before rank 0's last word is heard
+    gone = [f"{rank} ended with code {code}" for rank, code in enumerate(codes) if code not in finished]
     return f"failed: rank {gone[0]}" if gone else None
 
 

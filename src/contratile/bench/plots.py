@@ -26,7 +26,7 @@ _STYLES: dict[str, dict[str, Any]] = {
     "sentence_transformers": {"color": "#CC79A7", "marker": "X", "markersize": 8},
     "cut_ce": {"color": "#009E73", "marker": "h"},
     "keops": {"color": "#56B4E9", "marker": "*", "markersize": 9},
-    "open_clip_grad": {"color": "#E69F00", "marker": "s", "markersize": 9, "linestyle": "-."},
+    "open_clip_grad": {"color": "#E69F00", "marker": "s", "markersize": 10, "linestyle": "-.", "zorder": 1.5},
     "open_clip_local": {"color": "#CC79A7", "marker": "X", "markersize": 8},
     "disco": {"color": "#009E73", "marker": "h"},
 }

@@ -165,6 +165,11 @@ class _Ranks:
         return under_way, failure
 
 
+def _hidden(seen: float | None, transfer: float | None) -> float | None:
+    """The percentage of the transfers' time that was not seen."""
+    return 100 * max(0.0, 1 - seen / transfer) if transfer and seen is not None else None
+
+
 def _row(
     ranks: _Ranks,
     name: str,
@@ -178,7 +183,6 @@ def _row(
     local = n // ranks.world
     block = 4 * local * ranks.d
     best, limit, sent = got.seconds_best, got.limit_seconds, got.sent_bytes
-    transfer, waited = got.transfer_seconds, got.waited_seconds
     return RingRow(
         contestant=name,
         world=ranks.world,
@@ -196,8 +200,10 @@ def _row(
         peak_blocks=None if got.peak_extra_mib is None else got.peak_extra_mib * MiB / block,
         sent_mib=None if sent is None else sent / MiB,
         sent_blocks=None if sent is None else sent / block,
-        transfer_seconds=transfer,
-        waited_seconds=waited,
-        hidden_percent=100 * max(0.0, 1 - waited / transfer) if transfer and waited is not None else None,
+        transfer_seconds=got.transfer_seconds,
+        waited_seconds=got.waited_seconds,
+        exposed_seconds=got.exposed_seconds,
+        hidden_percent=_hidden(got.waited_seconds, got.transfer_seconds),
+        hidden_percent_at_most=_hidden(got.exposed_seconds, got.transfer_seconds),
         **provenance(facts, command),
     )

@@ -44,6 +44,7 @@ class Measurement:
     limit_seconds: float | None = None
     transfer_seconds: float | None = None
     waited_seconds: float | None = None
+    exposed_seconds: float | None = None
 
 
 def say(event: str, **facts: Any) -> None:
@@ -54,7 +55,7 @@ def say(event: str, **facts: Any) -> None:
 
 
 def agreed(value: float, op: Any = dist.ReduceOp.MAX) -> float:
-    """The same number on every rank: the largest one, or their sum."""
+    """The same number on every rank: the largest one, or as `op` says."""
     shared = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(shared, op)
     return shared.item()
@@ -131,7 +132,7 @@ class Point:
 
     def time(self) -> None:
         """A warm-up, the rounds, and for our ring the transfers alone."""
-        problem, waits = self.problem(), list[float]()
+        problem, waits = self.problem(), list[list[float]]()
         steps: dict[str, Step] = {}
         for name, step in self.steps.items():
             bound = problem.bind(step)
@@ -157,26 +158,27 @@ class Point:
 
         return call
 
-    def overlap(self, timing: Timing, waits: list[float], rounds: int) -> None:
+    def overlap(self, timing: Timing, waits: list[list[float]], rounds: int) -> None:
+        """Of the best step. Who comes last to a hop waits for the transfer alone, the others for that rank too."""
         found = self.found[OURS]
-        best = timing.steps.index(timing.best)
-        found.waited_seconds = agreed(waits[best], dist.ReduceOp.SUM) / self.world
+        hops = waits[timing.steps.index(timing.best)]
+        found.waited_seconds = agreed(sum(hops), dist.ReduceOp.SUM) / self.world
+        found.exposed_seconds = sum(agreed(hop, dist.ReduceOp.MIN) for hop in hops)
         with self.under_way(OURS, "transfers alone"):
             alone = transfers(self.local, self.d)
             alone()
             found.transfer_seconds = min(seconds for _ in range(rounds) for seconds in turn(alone, common_time))
 
 
-def waiting(step: Step, waits: list[float]) -> Step:
-    """The step, which notes for each call how long it waited for blocks of the ring."""
+def waiting(step: Step, waits: list[list[float]]) -> Step:
+    """The step, which notes for each call how long it waited at every hop of the ring."""
 
     def call() -> None:
-        receive, waited = Mail.wait, 0.0
+        receive, hops = Mail.wait, list[float]()
 
         def wait(mail: Mail) -> Tensors:
-            nonlocal waited
             arrived: list[Tensors] = []
-            waited += wall_time(lambda: arrived.append(receive(mail)))
+            hops.append(wall_time(lambda: arrived.append(receive(mail))))
             return arrived[0]
 
         Mail.wait = wait  # type: ignore[method-assign,assignment]
@@ -184,7 +186,7 @@ def waiting(step: Step, waits: list[float]) -> Step:
             step()
         finally:
             Mail.wait = receive  # type: ignore[method-assign]
-        waits.append(waited)
+        waits.append(hops)
 
     return call
 

@@ -80,10 +80,16 @@ class RingRow(Row):
     """The ring's transfers of one step with no compute between them."""
 
     waited_seconds: float | None = None
-    """What a rank waited for transfers in the best step, on average over ranks."""
+    """What a rank waited at the hops of the best step, on average over ranks: for transfers, and for slower ranks."""
+
+    exposed_seconds: float | None = None
+    """At least so much of it is transfer: what the rank that waited least waited at each hop."""
 
     hidden_percent: float | None = None
-    """The share of the transfers' time that was not waited for."""
+    """The share of the transfers' time that was hidden if all waiting was for transfers: a lower bound."""
+
+    hidden_percent_at_most: float | None = None
+    """The same if only the exposed seconds were: an upper bound."""
 
 
 ROWS: dict[str, type[Row]] = {"loss": LossRow, "ring": RingRow}

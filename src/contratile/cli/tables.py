@@ -65,14 +65,16 @@ def _ring_tables(recording: Recording[RingRow]) -> list[Table]:
         _fill(made[-1], rows, _ring_cells)
     made[-1].caption = (
         f"{TIMES}MiB sent: by a rank in a step, counted by the kernel; blocks: the same in units of N/P x D numbers; "
-        "% hidden: share of the ring's transfer time that is not waited for; memory: peak beyond inputs and "
-        "gradients, of the largest rank, - where it does not fit into this machine"
+        "% hidden: share of the ring's transfer time that is hidden behind compute, a lower and an upper bound; memory: "
+        "peak beyond inputs and gradients, of the largest rank, - where it does not fit into this machine"
     )
     return made
 
 
 def _ring_cells(row: Any) -> list[str]:
-    return [_show(row.sent_mib, "{:.1f}"), _show(row.sent_blocks, "{:.1f}"), _show(row.hidden_percent, "{:.0f}")]
+    bounds = row.hidden_percent, row.hidden_percent_at_most
+    hidden = "" if None in bounds else "{:.0f}-{:.0f}".format(*bounds)
+    return [_show(row.sent_mib, "{:.1f}"), _show(row.sent_blocks, "{:.1f}"), hidden]
 
 
 def _memory_table(rows: list[RingRow], title: str) -> Table:
