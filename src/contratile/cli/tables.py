@@ -65,7 +65,7 @@ def _ring_tables(recording: Recording[RingRow]) -> list[Table]:
         _fill(made[-1], rows, _ring_cells)
     made[-1].caption = (
         f"{TIMES}MiB sent: by a rank in a step, counted by the kernel; blocks: the same in units of N/P x D numbers; "
-        "% hidden: share of the ring's transfer time that is hidden behind compute, a lower and an upper bound; memory: "
+        "% hidden: share of the ring's transfer time hidden behind compute, a lower and an upper bound; memory: "
         "peak beyond inputs and gradients, of the largest rank, - where it does not fit into this machine"
     )
     return made
