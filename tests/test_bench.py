@@ -15,7 +15,7 @@ import contratile
 from contratile.bench import cases, harness, memory
 from contratile.bench.loss import LossConfig
 from contratile.bench.plots import draw
-from contratile.bench.rows import Recording, Row, load, save
+from contratile.bench.rows import LossRow, Recording, load, save
 from contratile.cli import COMMANDS, main
 from contratile.cli.bench import EXTRA
 
@@ -63,6 +63,7 @@ def test_run_measures_what_it_promises(results: Path) -> None:
             assert row.status == "ok"
             assert row.peak_extra_mib is not None and 0 <= row.peak_extra_mib < 1024
     assert rows["contratile"].ratio_to_contratile == 1
+    assert rows["contratile"].limit_seconds == rows["dense"].limit_seconds
     assert "unknown contestant" in rows["nobody"].status
     assert rows["nobody"].seconds_best is None and rows["nobody"].peak_extra_mib is None
     assert recording.command.startswith("contratile bench loss --sizes 128")
@@ -85,9 +86,9 @@ def test_plots_are_images_and_can_be_drawn_again(results: Path, tmp_path: Path) 
             assert content.startswith(b"\x89PNG") and len(content) > 5000
 
 
-def row(**changes: Any) -> Row:
+def row(**changes: Any) -> LossRow:
     facts = {"commit": "c", "threads": 1, "torch": "t", "cpu": "p", "command": "x"}
-    return Row(**{"contestant": "dense", "n": 128, "d": 16, "dtype": "float32", "status": "ok", **facts, **changes})
+    return LossRow(**{"contestant": "dense", "n": 128, "d": 16, "dtype": "float32", "status": "ok", **facts, **changes})
 
 
 def test_rows_survive_the_disk_and_plots_take_gaps(tmp_path: Path) -> None:
@@ -104,17 +105,26 @@ def test_rows_survive_the_disk_and_plots_take_gaps(tmp_path: Path) -> None:
         assert image.stat().st_size > 5000
 
 
+def test_recorded_runs_still_load() -> None:
+    recorded = list((Path(__file__).parent.parent / "benchmarks/results").glob("*/loss.json"))
+    assert recorded
+    for path in recorded:
+        assert load(path).kind == "loss" and load(path).rows
+
+
 def test_a_file_that_is_no_recording_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     other = tmp_path / "loss.json"
-    other.write_text('{"rows": [{"n": 1}]}')
-    assert main(["bench", "plot", str(other)]) == 2
-    assert "expected a loss.json" in capsys.readouterr().err
+    for text in ('{"rows": [{"n": 1}]}', '{"kind": "flight", "rows": []}', "[]", "none"):
+        other.write_text(text)
+        assert main(["bench", "plot", str(other)]) == 2
+        assert "expected a loss.json" in capsys.readouterr().err
 
 
-def test_limit_does_the_work_of_four_products(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("m", "blocks"), [(None, 3 * 3), (40, 3 * 1), (150, 3 * 4)])
+def test_limit_does_the_work_of_four_products(m: int | None, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness.GemmLimit, "EDGE", 48)
-    limit = harness.GemmLimit(100, 8)
+    limit = harness.GemmLimit(100, 8, m)
     flops = []
     mm = torch.mm
 
@@ -124,7 +134,15 @@ def test_limit_does_the_work_of_four_products(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(torch, "mm", counted)
     limit()
-    assert len(flops) == 4 * 9 and sum(flops) == 4 * 2 * 100 * 100 * 8
+    assert len(flops) == 4 * blocks and sum(flops) == 4 * 2 * 100 * (m or 100) * 8
+
+
+def test_everybody_is_compared_with_the_best_limit_of_all_turns() -> None:
+    seconds = iter([4.0, 10.0, 2.0, 5.0])  # the limit and a step, twice
+    steps = {"first": lambda: None, "second": lambda: None}
+    timings = harness.interleave(steps, harness.GemmLimit(8, 4), rounds=1, clock=lambda step: next(seconds))
+    assert [timing.limit for timing in timings.values()] == [2.0, 2.0]
+    assert [timing.percent_of_limit for timing in timings.values()] == [20.0, 40.0]
 
 
 def test_a_contestant_that_fails_is_out_with_its_reason() -> None:
@@ -142,7 +160,7 @@ def test_what_does_not_fit_is_predicted_not_tried(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(memory, "memory_bytes", lambda entry: harness.GiB)
     peak = memory.measure("dense", 32768, 64, scale=1.0, threads=1, timeout=1)
     assert peak.status.startswith("out of memory (predicted 16.") and peak.mib is None
-    assert memory.refused("contratile", 32768, 64) is None
+    assert memory.no_room(cases.CONTESTANTS["contratile"].predicted_bytes(32768, 64)) is None
 
 
 def test_contestants_of_this_package_agree_with_the_reference() -> None:

@@ -54,8 +54,8 @@ class Problem:
     scale: Tensor
 
     @classmethod
-    def make(cls, n: int, d: int, *, scale: float, dtype: torch.dtype = torch.float32) -> "Problem":
-        random = torch.Generator().manual_seed(n + d)
+    def make(cls, n: int, d: int, *, scale: float, dtype: torch.dtype = torch.float32, seed: int = 0) -> "Problem":
+        random = torch.Generator().manual_seed(n + d + seed)
         image = F.normalize(torch.randn(n, d, generator=random), dim=1)
         text = torch.randn(n, d, generator=random).mul_(2 / d**0.5).add_(image)
         text = F.normalize(text, dim=1, out=text)
@@ -69,6 +69,15 @@ class Problem:
         """The same numbers in fp64."""
         image, text, scale = (x.detach().double().requires_grad_() for x in (self.image, self.text, self.scale))
         return Problem(image, text, scale)
+
+    def bind(self, step: Step) -> Callable[[], Tensor]:
+        """A step on this problem, whose gradients are dropped before each call, as an optimiser would."""
+
+        def call() -> Tensor:
+            self.clear()
+            return step(self.image, self.text, self.scale)
+
+        return call
 
 
 @contextlib.contextmanager
@@ -112,13 +121,13 @@ def _contratile_cached() -> Step:
 
 
 def _open_clip() -> Step:
-    _cure_torchvision()
+    cure_torchvision()
     from open_clip.loss import ClipLoss
 
     return backward(ClipLoss())
 
 
-def _inf_cl_ring() -> Step:
+def inf_cl_ring() -> Step:
     """The paper's ring is written for two ranks or more: on one, its gradient would be sent over gloo to itself."""
     import inf_cl.ring
     import torch.distributed as dist
@@ -150,7 +159,7 @@ def _inf_cl_ring() -> Step:
 
 def _sentence_transformers() -> Step:
     """The loss stage of the cached loss: chunks of rows, each run backward at once, gradients in place."""
-    _cure_torchvision()
+    cure_torchvision()
     from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
     from sentence_transformers.util import dot_score
 
@@ -213,7 +222,7 @@ def _keops() -> Step:
 
 
 @cache
-def _cure_torchvision() -> object:
+def cure_torchvision() -> object:
     """A CUDA build of torchvision beside a CPU build of torch lacks two operators and cannot be imported.
 
     The cache keeps the library, and with it the operators, alive.
@@ -248,7 +257,7 @@ _ALL = (
     ),
     Contestant(
         name="inf_cl_ring",
-        load=_inf_cl_ring,
+        load=inf_cl_ring,
         about="cal_ring_loss per direction, PyTorch path of the paper's package on one rank: 8 products",
         matrices=3.9,
         package="inf-cl",

@@ -5,7 +5,8 @@
     timings["dense"].best, timings["dense"].percent_of_limit
 
 Other users of a machine slow it down for seconds at a time. So contestants take turns, every turn of a contestant
-is preceded by one of the limit, which does the same work as plain matrix products, and the best turns are compared.
+is preceded by one of the limit, which does the same work as plain matrix products, and the best turns are compared:
+a contestant's with the best of all turns of the limit at that size.
 """
 
 import gc
@@ -13,7 +14,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -31,32 +32,35 @@ CALLS, TURN = 5, 0.1
 """A turn is up to this many calls while they take less than so many seconds: one short call tells of the scheduler."""
 
 Step = Callable[[], object]
+Clock = Callable[[Step], float]
 Notify = Callable[[str], None]
 
 
 class GemmLimit:
-    """The four matrix products of a step and nothing else, on blocks of up to 4096 x 4096 x D."""
+    """The four matrix products of a step, N rows against M columns (default: N), and nothing else.
+
+    They are done in blocks of up to 4096 x 4096 x D.
+    """
 
     EDGE = 4096
 
-    def __init__(self, n: int, d: int) -> None:
-        edge = min(n, self.EDGE)
-        self.lengths = [min(edge, n - start) for start in range(0, n, edge)]
-        self.a = torch.randn(edge, d)
-        self.b = torch.randn(edge, d)
-        self.out = torch.empty(edge * edge)
+    def __init__(self, n: int, d: int, m: int | None = None) -> None:
+        self.rows, self.cols = ([min(self.EDGE, x - at) for at in range(0, x, self.EDGE)] for x in (n, m or n))
+        self.a = torch.randn(self.rows[0], d)
+        self.b = torch.randn(self.cols[0], d)
+        self.out = torch.empty(self.rows[0] * self.cols[0])
 
     def __call__(self) -> None:
         for _ in range(PRODUCTS):
-            for rows in self.lengths:
-                for cols in self.lengths:
+            for rows in self.rows:
+                for cols in self.cols:
                     out = self.out[: rows * cols].view(rows, cols)
                     torch.mm(self.a[:rows], self.b[:cols].t(), out=out)
 
 
 @dataclass(kw_only=True)
 class Timing:
-    """The seconds of a contestant's turns, and those of the limit just before each."""
+    """The seconds of a contestant's turns, and those of the limit before everybody's turns at the same size."""
 
     steps: list[float] = field(default_factory=list)
     limits: list[float] = field(default_factory=list)
@@ -79,22 +83,33 @@ class Timing:
         return 100 * self.limit / self.best
 
 
-def turn(step: Step) -> list[float]:
-    """Wall times of calls on a heap without garbage: one call, or a few if it is short."""
+def wall_time(step: Step) -> float:
+    """Seconds of one call in this process."""
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def turn(step: Step, clock: Clock = wall_time) -> list[float]:
+    """Times of calls on a heap without garbage: one call, or a few if it is short."""
     gc.collect()
     times: list[float] = []
     while not times or (len(times) < CALLS and sum(times) < TURN):
-        start = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
+        times.append(clock(step))
     return times
 
 
 def interleave(
-    steps: Mapping[str, Step], limit: GemmLimit, *, rounds: int, notify: Notify = lambda text: None
+    steps: Mapping[str, Step],
+    limit: GemmLimit,
+    *,
+    rounds: int,
+    clock: Clock = wall_time,
+    notify: Notify = lambda text: None,
 ) -> dict[str, Timing]:
     """Rounds in which every contestant has one turn. One that fails is out, with its reason."""
-    timings = {name: Timing() for name in steps}
+    limits: list[float] = []  # shared: the best of all is the limit of this size
+    timings = {name: Timing(limits=limits) for name in steps}
     limit()  # the first call of all pays for threads and page faults
     for number in range(1, rounds + 1):
         for name, step in steps.items():
@@ -102,9 +117,9 @@ def interleave(
             if timing.failure:
                 continue
             notify(f"{name}, round {number} of {rounds}")
-            timing.limits += turn(limit)
+            limits += turn(limit, clock)
             try:
-                timing.steps += turn(step)
+                timing.steps += turn(step, clock)
             except Exception as error:
                 timing.failure = describe(error)
     return timings
@@ -118,6 +133,11 @@ def describe(error: BaseException) -> str:
     if isinstance(error, MemoryError) or "allocate memory" in text:
         return "out of memory"
     return f"failed: {type(error).__name__}: {text[:150]}"
+
+
+def unknown(contestants: Iterable[str]) -> str:
+    """The status of a name that is none of them."""
+    return f"unknown contestant (there are {', '.join(contestants)})"
 
 
 def environment(packages: tuple[str, ...] = ()) -> dict[str, str]:

@@ -17,9 +17,10 @@ from torch import Tensor
 from contratile import reference
 from contratile.bench import memory
 from contratile.bench.cases import CONTESTANTS, PACKAGES, Problem, Step, quiet
-from contratile.bench.harness import GemmLimit, Timing, describe, environment, interleave
-from contratile.bench.rows import Recording, Row
-from contratile.errors import bad_value, check_count
+from contratile.bench.config import BenchConfig
+from contratile.bench.harness import GemmLimit, Notify, Timing, describe, environment, interleave, unknown
+from contratile.bench.rows import LossRow, Recording, provenance
+from contratile.errors import check_count
 
 EXACT_UP_TO = 2048
 """Errors are taken at the size itself up to here, and at SAMPLE beyond: the fp64 oracle is dense."""
@@ -27,7 +28,7 @@ SAMPLE = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossConfig:
+class LossConfig(BenchConfig):
     """Time, memory and accuracy of the symmetric contrastive loss, forward and backward, against other packages."""
 
     sizes: tuple[int, ...] = (1024, 2048, 4096, 8192)
@@ -36,41 +37,23 @@ class LossConfig:
     memory_sizes: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768)
     """Batch sizes N whose peak memory is measured; may go beyond those that are timed."""
 
-    dims: tuple[int, ...] = (512,)
-    """Feature sizes D."""
-
     contestants: tuple[str, ...] = tuple(CONTESTANTS)
     """Who takes part. Packages that are not installed get a row that says so."""
 
     rounds: int = 5
     """Turns of each contestant at each size; the best and the median are reported."""
 
-    scale: float = 14.3
-    """Factor on the scores (the inverse temperature)."""
-
     threads: int = torch.get_num_threads()
     """Threads of torch."""
-
-    patience: float = 60.0
-    """Seconds: a step that is predicted, from smaller sizes, to take longer is skipped."""
 
     out: Path = Path("bench-loss")
     """Folder for loss.csv, loss.json, loss_memory.png and loss_time.png."""
 
-    quick: bool = False
-    """Smaller defaults, done in two minutes; other options still apply on top."""
-
     def __post_init__(self) -> None:
-        for name, values in (("sizes", self.sizes), ("memory_sizes", self.memory_sizes), ("dims", self.dims)):
+        super().__post_init__()
+        for name, values in (("sizes", self.sizes), ("memory_sizes", self.memory_sizes)):
             for value in values:
                 check_count(name, value, least=1)
-        check_count("rounds", self.rounds, least=1)
-        check_count("threads", self.threads, least=1)
-        if not self.scale > 0:
-            bad_value("scale", expected="a positive number", got=self.scale, remedy="CLIP starts at 14.3.")
-        for name in ("dims", "contestants"):
-            if not getattr(self, name):
-                bad_value(name, expected="at least one", got="none", remedy="Leave it out for the default.")
 
 
 QUICK = LossConfig(
@@ -83,8 +66,6 @@ QUICK = LossConfig(
     quick=True,
 )
 
-Notify = Callable[[str], None]
-
 
 class Errors(NamedTuple):
     """Relative errors against fp64 on a problem of n pairs."""
@@ -94,11 +75,11 @@ class Errors(NamedTuple):
     n: int
 
 
-def run(config: LossConfig, *, command: str, notify: Notify = lambda text: None) -> Recording:
+def run(config: LossConfig, *, command: str, notify: Notify = lambda text: None) -> Recording[LossRow]:
     """Measure everything that the config asks for."""
     torch.set_num_threads(config.threads)
     facts = environment(PACKAGES)
-    rows: list[Row] = []
+    rows: list[LossRow] = []
     sizes = sorted({*config.sizes, *config.memory_sizes})
     total = len(config.dims) * len(sizes) * len(config.contestants)
     for d in config.dims:
@@ -121,7 +102,7 @@ class _Dimension:
         self.errors: dict[tuple[str, int], Errors] = {}
         for name in config.contestants:
             if name not in CONTESTANTS:
-                self.failed[name] = f"unknown contestant (there are {', '.join(CONTESTANTS)})"
+                self.failed[name] = unknown(CONTESTANTS)
                 continue
             notify(f"loading {name}")
             try:
@@ -137,7 +118,7 @@ class _Dimension:
         expected = self.pace.get(name, 0.0) * n * n
         if expected > self.config.patience:
             return f"skipped (a step would take about {expected:.0f} s)"
-        return memory.refused(name, n, self.d)
+        return memory.no_room(CONTESTANTS[name].predicted_bytes(n, self.d))
 
     def time(self, n: int) -> dict[str, Timing]:
         """Errors, a warm-up, then the rounds."""
@@ -154,7 +135,7 @@ class _Dimension:
                     dtype = CONTESTANTS[name].dtype
                     if dtype not in problems:
                         problems[dtype] = self._problem(n, dtype)
-                    runs[name] = _bound(self.steps[name], problems[dtype])
+                    runs[name] = problems[dtype].bind(self.steps[name])
                     runs[name]()
             except Exception as error:
                 runs.pop(name, None)
@@ -185,16 +166,6 @@ class _Dimension:
         self.errors[name, n] = Errors(_relative(value, truth.detach()), grad, n)
 
 
-def _bound(step: Step, problem: Problem) -> Callable[[], object]:
-    """A step on a problem, whose gradients are dropped before each call, as an optimiser would."""
-
-    def call() -> Tensor:
-        problem.clear()
-        return step(problem.image, problem.text, problem.scale)
-
-    return call
-
-
 def _relative(got: Tensor, true: Tensor) -> float:
     return ((got.double() - true).abs().max() / true.abs().max()).item()
 
@@ -207,7 +178,7 @@ def _row(
     timed: dict[str, Timing],
     facts: dict[str, str],
     command: str,
-) -> Row:
+) -> LossRow:
     timing = timed.get(name)
     done = timing if timing is not None and timing.steps else None
     obstacle = bench.failed.get(name) if done else bench.obstacle(name, n)
@@ -220,7 +191,7 @@ def _row(
         status = status if peak.status == "ok" else peak.status
     ours = timed.get("contratile")
     errors = bench.errors.get((name, n if n <= EXACT_UP_TO else SAMPLE)) if n in config.sizes else None
-    return Row(
+    return LossRow(
         contestant=name,
         n=n,
         d=bench.d,
@@ -235,9 +206,5 @@ def _row(
         error_value=errors.value if errors else None,
         error_grad=errors.grad if errors else None,
         error_n=errors.n if errors else None,
-        commit=facts["commit"],
-        threads=config.threads,
-        torch=facts["torch"],
-        cpu=facts["cpu"],
-        command=command,
+        **provenance(facts, command),
     )

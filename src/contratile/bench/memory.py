@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from contratile.bench.cases import CONTESTANTS, Problem, quiet
+from contratile.bench.cases import CONTESTANTS, Problem, Step, quiet
 from contratile.bench.harness import GiB, describe, memory_bytes
 
 MiB = 1 << 20
@@ -36,7 +36,7 @@ class Peak(NamedTuple):
 
 def measure(contestant: str, n: int, d: int, *, scale: float, threads: int, timeout: float) -> Peak:
     """A point in a fresh process; what would not fit is predicted instead of tried."""
-    refusal = refused(contestant, n, d)
+    refusal = no_room(CONTESTANTS[contestant].predicted_bytes(n, d))
     if refusal:
         return Peak(refusal)
     words = f"--contestant {contestant} --n {n} --d {d} --scale {scale} --threads {threads}".split()
@@ -55,9 +55,9 @@ def measure(contestant: str, n: int, d: int, *, scale: float, threads: int, time
     return Peak(answer["status"], answer["peak_extra_mib"])
 
 
-def refused(contestant: str, n: int, d: int) -> str | None:
-    """The status of a step that this machine has no memory for, or None if it may run."""
-    needed, available = CONTESTANTS[contestant].predicted_bytes(n, d), memory_bytes("MemAvailable")
+def no_room(needed: float) -> str | None:
+    """The status of a step that needs more bytes than this machine has, or None if it may run."""
+    available = memory_bytes("MemAvailable")
     if available and needed > USABLE * available:
         return f"out of memory (predicted {needed / GiB:.1f} GiB)"
     return None
@@ -65,29 +65,33 @@ def refused(contestant: str, n: int, d: int) -> str | None:
 
 def peak(contestant: str, n: int, d: int, scale: float) -> Peak:
     """The measurement, in this process."""
-    if not Path("/proc/self/clear_refs").exists():
-        return Peak("memory: needs Linux (/proc/self/clear_refs)")
     case = CONTESTANTS[contestant]
     try:
         with quiet():
             step = case.load()
-            # Threads, workspaces of BLAS and compiled code are there before the first step of any size.
-            for rows in (WARM_UP // 2, WARM_UP):
-                small = Problem.make(rows, d, scale=scale, dtype=case.dtype)
-                step(small.image, small.text, small.scale)
-            del small
-            problem = Problem.make(n, d, scale=scale, dtype=case.dtype)
-            _trim()
-            _limit_address_space()
-            try:
-                Path("/proc/self/clear_refs").write_text("5")
-            except OSError:
-                return Peak("memory: /proc/self/clear_refs is not writable")
-            before = _status_bytes("VmRSS")
-            step(problem.image, problem.text, problem.scale)
-            after = _status_bytes("VmHWM")
+            warm_up(step, d, scale=scale, dtype=case.dtype)
+            return extra_peak(step, Problem.make(n, d, scale=scale, dtype=case.dtype))
     except Exception as error:
         return Peak(describe(error))
+
+
+def warm_up(step: Step, d: int, *, scale: float, dtype: torch.dtype) -> None:
+    """Threads, connections, workspaces of BLAS and compiled code are there before the first step of any size."""
+    for rows in (WARM_UP // 2, WARM_UP):
+        Problem.make(rows, d, scale=scale, dtype=dtype).bind(step)()
+
+
+def extra_peak(step: Step, problem: Problem, *, processes: int = 1) -> Peak:
+    """Memory that one step needs beyond inputs and gradients. `processes` such steps run at once and share it all."""
+    _trim()
+    _limit_address_space(processes)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return Peak("memory: needs a writable /proc/self/clear_refs (Linux)")
+    before = _status_bytes("VmRSS")
+    problem.bind(step)()
+    after = _status_bytes("VmHWM")
     leaves = (problem.image, problem.text, problem.scale)
     gradients = sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None)
     return Peak("ok", max(0.0, (after - before - gradients) / MiB))
@@ -107,11 +111,14 @@ def _trim() -> None:
         pass  # not glibc
 
 
-def _limit_address_space() -> None:
+def _limit_address_space(processes: int) -> None:
     """A step that asks for more than the machine has gets an exception, not the machine's other processes killed."""
-    import resource
+    try:
+        import resource
 
-    ceiling = _status_bytes("VmSize") + int(USABLE * memory_bytes("MemAvailable"))
+        ceiling = _status_bytes("VmSize") + int(USABLE * memory_bytes("MemAvailable") / processes)
+    except (ImportError, OSError):
+        return  # not Linux
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard == resource.RLIM_INFINITY or ceiling < hard:
         resource.setrlimit(resource.RLIMIT_AS, (ceiling, hard))

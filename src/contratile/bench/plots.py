@@ -1,15 +1,16 @@
-"""Plots of recorded rows: memory and time against batch size.
+"""Plots of recorded rows.
 
     memory_png, time_png = draw(load(Path("bench-loss/loss.json")), Path("bench-loss"))
+    (ring_png,) = draw(load(Path("bench-ring/ring.json")), Path("bench-ring"))
 
 Every marker is a measurement. What was not measured is dashed and its label says so.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from contratile.bench.rows import Recording, Row
+from contratile.bench.rows import LossRow, Recording, RingRow, Row, threads
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,6 +26,9 @@ _STYLES: dict[str, dict[str, Any]] = {
     "sentence_transformers": {"color": "#CC79A7", "marker": "X", "markersize": 8},
     "cut_ce": {"color": "#009E73", "marker": "h"},
     "keops": {"color": "#56B4E9", "marker": "*", "markersize": 9},
+    "open_clip_grad": {"color": "#E69F00", "marker": "s", "markersize": 10, "linestyle": "-.", "zorder": 1.5},
+    "open_clip_local": {"color": "#CC79A7", "marker": "X", "markersize": 8},
+    "disco": {"color": "#009E73", "marker": "h"},
 }
 _LABELS = {
     "contratile_cached": "contratile, tiles cached",
@@ -35,20 +39,71 @@ _LABELS = {
     "sentence_transformers": "sentence-transformers cached",
     "cut_ce": "cut-cross-entropy (torch.compile)",
     "keops": "KeOps",
+    "open_clip_grad": "open_clip, gather_with_grad",
+    "open_clip_local": "open_clip, local_loss + grad",
+    "disco": "DisCo-style gather",
 }
 Point = tuple[int, float]
 
 
-def draw(recording: Recording, folder: Path) -> tuple[Path, Path]:
-    """Write loss_memory.png and loss_time.png."""
-    memory, time = folder / "loss_memory.png", folder / "loss_time.png"
-    _figure(recording, _memory_panel, "Peak memory of the loss beyond inputs and gradients, forward + backward", memory)
-    _figure(recording, _time_panel, "Time of the loss, forward + backward (best of rounds)", time)
-    return memory, time
+class Panel(NamedTuple):
+    """One pair of axes: rows, what is painted of them, and the label below."""
+
+    rows: Sequence[Any]
+    paint: Callable[["Axes", Sequence[Any], dict[str, str]], None]
+    label: str
 
 
-def _memory_panel(axes: "Axes", rows: list[Row], facts: dict[str, str]) -> None:
-    measured = _lines(axes, rows, lambda row: row.peak_extra_mib)
+def draw(recording: Recording[Any], folder: Path) -> tuple[Path, ...]:
+    """Write ring.png, or loss_memory.png and loss_time.png."""
+    return _draw_ring(recording, folder) if recording.kind == "ring" else _draw_loss(recording, folder)
+
+
+def _draw_loss(recording: Recording[LossRow], folder: Path) -> tuple[Path, ...]:
+    """Two figures, in each a panel per D."""
+    titles = {
+        folder / "loss_memory.png": "Peak memory of the loss beyond inputs and gradients, forward + backward",
+        folder / "loss_time.png": "Time of the loss, forward + backward (best of rounds)",
+    }
+    for (path, title), paint in zip(titles.items(), (_memory_panel, _time_panel), strict=True):
+        panels = []
+        for d in sorted({row.d for row in recording.rows}):
+            rows = [row for row in recording.rows if row.d == d]
+            panels.append(Panel(rows, paint, f"batch size N (pairs), D = {d}"))
+        _figure([panels], title, threads(recording), recording.environment, path)
+    return tuple(titles)
+
+
+def _draw_ring(recording: Recording[RingRow], folder: Path) -> tuple[Path, ...]:
+    """One figure: for each D memory against the batch, time and traffic against the number of ranks."""
+    grid = []
+    for d in sorted({row.d for row in recording.rows}):
+        rows = [row for row in recording.rows if row.d == d]
+        most = max(row.world for row in rows)
+        n = _compared(rows)
+        at_n = [row for row in rows if row.n == n]
+        grid.append(
+            [
+                Panel([row for row in rows if row.world == most], _rank_memory_panel, f"global batch N, P = {most}"),
+                Panel(at_n, _rank_time_panel, f"ranks P, N = {n}"),
+                Panel(at_n, _traffic_panel, f"ranks P, N = {n}"),
+            ]
+        )
+        grid[-1] = [panel._replace(label=f"{panel.label}, D = {d}") for panel in grid[-1]]
+    title = "The loss over ranks on one machine, forward + backward"
+    path = folder / "ring.png"
+    _figure(grid, title, threads(recording), recording.environment, path)
+    return (path,)
+
+
+def _compared(rows: Sequence[RingRow]) -> int:
+    """The largest of the batches that most contestants were timed at, over all numbers of ranks."""
+    timed = [row.n for row in rows if row.seconds_best] or [row.n for row in rows]
+    return max(set(timed), key=lambda n: (timed.count(n), n))
+
+
+def _memory_panel(axes: "Axes", rows: Sequence[Row], facts: dict[str, str]) -> None:
+    measured = _lines(axes, rows, "n", "peak_extra_mib")
     last_n = max((n for points in measured.values() for n, _ in points), default=0)
     dense = measured.get("dense", [])
     if dense and dense[-1][0] < last_n:
@@ -56,83 +111,105 @@ def _memory_panel(axes: "Axes", rows: list[Row], facts: dict[str, str]) -> None:
         axes.plot(
             [n, last_n], [mib, mib * (last_n / n) ** 2], "--", color=style["color"], label="dense, extrapolated (N²)"
         )
+    _memory_scale(axes, facts, 1)
+
+
+def _rank_memory_panel(axes: "Axes", rows: Sequence[RingRow], facts: dict[str, str]) -> None:
+    _lines(axes, rows, "n", "peak_extra_mib")
+    _memory_scale(axes, facts, rows[0].world)
+    axes.set_ylabel("peak extra memory per rank")
+
+
+def _memory_scale(axes: "Axes", facts: dict[str, str], ranks: int) -> None:
+    """Powers of four, and the part of the machine that each of so many processes has."""
     total = float(facts.get("memory_gib", 0)) * 1024
     if total:
-        label = f"this machine's memory ({total / 1024:.0f} GiB)"
-        axes.axhline(total, linestyle="--", linewidth=1.2, color="#777777", label=label)
+        whole = f"this machine's memory ({total / 1024:.0f} GiB)"
+        label = whole if ranks == 1 else f"{whole} / {ranks}"
+        axes.axhline(total / ranks, linestyle="--", linewidth=1.2, color="#777777", label=label)
     axes.set_ylabel("peak extra memory")
     axes.set_yscale("log", base=4)  # ticks at 1, 4, 16, ... MiB
     axes.yaxis.set_major_formatter(lambda mib, _: _bytes(mib))
 
 
-def _time_panel(axes: "Axes", rows: list[Row], facts: dict[str, str]) -> None:
+def _time_panel(axes: "Axes", rows: Sequence[Row], facts: dict[str, str], x: str = "n") -> None:
     from matplotlib.ticker import LogLocator
 
-    _lines(axes, rows, lambda row: row.seconds_best)
+    _lines(axes, rows, x, "seconds_best")
     limits: dict[int, float] = {}
     for row in rows:
         if row.limit_seconds:
-            limits[row.n] = min(row.limit_seconds, limits.get(row.n, row.limit_seconds))
+            at = getattr(row, x)
+            limits[at] = min(row.limit_seconds, limits.get(at, row.limit_seconds))
     if limits:
         label = "limit: 4 matrix products"
-        axes.plot(*zip(*sorted(limits.items()), strict=True), "--", linewidth=1.4, color="#777777", label=label)
+        axes.plot(*zip(*sorted(limits.items()), strict=True), ":", linewidth=2.0, color="#777777", label=label)
     axes.set_ylabel("time per step")
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(lambda seconds, _: _seconds(seconds))
 
 
-def _lines(axes: "Axes", rows: list[Row], value: Callable[[Row], float | None]) -> dict[str, list[Point]]:
-    """A line per contestant through what was measured."""
+def _rank_time_panel(axes: "Axes", rows: Sequence[RingRow], facts: dict[str, str]) -> None:
+    _time_panel(axes, rows, facts, x="world")
+
+
+def _traffic_panel(axes: "Axes", rows: Sequence[RingRow], facts: dict[str, str]) -> None:
+    _lines(axes, rows, "world", "sent_mib")
+    axes.set_ylabel("sent per rank and step")
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(lambda mib, _: f"{mib:g} MiB")
+
+
+def _lines(axes: "Axes", rows: Sequence[Row], x: str, y: str) -> dict[str, list[Point]]:
+    """A line per contestant through what was measured: field `y` of the rows against field `x`."""
     lines: dict[str, list[Point]] = {}
     for row in rows:
-        y = value(row)
-        if y:
-            lines.setdefault(row.contestant, []).append((row.n, y))
+        value = getattr(row, y)
+        if value:
+            lines.setdefault(row.contestant, []).append((getattr(row, x), value))
     for name, points in lines.items():
         points.sort()
         style: dict[str, Any] = {"marker": "o", "linewidth": 1.6, "markersize": 6} | _STYLES.get(name, {})
-        x, y_values = zip(*points, strict=True)
-        axes.plot(x, y_values, label=_LABELS.get(name, name), markeredgecolor="white", markeredgewidth=0.5, **style)
+        x_values, y_values = zip(*points, strict=True)
+        label = _LABELS.get(name, name)
+        axes.plot(x_values, y_values, label=label, markeredgecolor="white", markeredgewidth=0.5, **style)
     return lines
 
 
-def _figure(
-    recording: Recording,
-    panel: Callable[["Axes", list[Row], dict[str, str]], None],
-    title: str,
-    path: Path,
-) -> None:
-    """One panel per D, the legend beside them, the hardware in the title."""
+def _figure(grid: list[list[Panel]], title: str, threads_used: str, facts: dict[str, str], path: Path) -> None:
+    """Rows of panels, the legend beside them, the hardware in the title. Panels of one kind share their y axis."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    dims = sorted({row.d for row in recording.rows})
-    facts = recording.environment
-    figure = Figure(figsize=(5.6 * len(dims) + 3.0, 4.8), layout="constrained")
+    height, width = len(grid), len(grid[0])
+    alike = len({panel.paint for panel in grid[0]}) == 1
+    figure = Figure(figsize=((5.6 if alike else 4.6) * width + 3.0, 4.4 * height + 0.4), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(dims), squeeze=False, sharey=True)[0]
+    axes_grid = figure.subplots(height, width, squeeze=False, sharey=alike)
     named: dict[str, Any] = {}
-    for axes, d in zip(panels, dims, strict=True):
-        rows = [row for row in recording.rows if row.d == d]
-        axes.set_xscale("log", base=2)
-        panel(axes, rows, facts)
-        # axhline's x is in parts of the axes, not in pairs.
-        ticks = sorted({int(n) for line in axes.lines for n in line.get_xdata() if n > 1})
-        axes.set_xticks(ticks, [_count(n) for n in ticks])
-        axes.minorticks_off()
-        axes.grid(True, color="#dddddd", linewidth=0.7)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlabel(f"batch size N (pairs), D = {d}")
-        handles, labels = axes.get_legend_handles_labels()
-        named |= dict(zip(labels, handles, strict=True))
-    for axes in panels[1:]:
-        axes.set_ylabel("")
+    for row_of_axes, panels in zip(axes_grid, grid, strict=True):
+        for axes, panel in zip(row_of_axes, panels, strict=True):
+            axes.set_xscale("log", base=2)
+            panel.paint(axes, panel.rows, facts)
+            # axhline's x is in parts of the axes, not in what is counted.
+            spans = (line for line in axes.lines if line.get_transform() == axes.transData)
+            ticks = sorted({int(x) for line in spans for x in line.get_xdata()})
+            axes.set_xticks(ticks, [_count(x) for x in ticks])
+            axes.minorticks_off()
+            axes.grid(True, color="#dddddd", linewidth=0.7)
+            axes.set_axisbelow(True)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.set_xlabel(panel.label)
+            handles, labels = axes.get_legend_handles_labels()
+            named |= {label: handle for label, handle in zip(labels, handles, strict=True) if label not in named}
+        if alike:
+            for axes in row_of_axes[1:]:
+                axes.set_ylabel("")
     figure.legend(named.values(), named.keys(), loc="outside right center", frameon=False)
     figure.suptitle(title, fontsize="large", fontweight="bold", x=0.01, ha="left")
-    hardware = f"{facts['cpu']}, {facts['threads']} threads, torch {facts['torch']}, commit {facts['commit']}"
-    panels[0].set_title(hardware, fontsize="small", color="#555555", loc="left")
+    hardware = f"{facts['cpu']}, {threads_used}, torch {facts['torch']}, commit {facts['commit']}"
+    axes_grid[0][0].set_title(hardware, fontsize="small", color="#555555", loc="left")
     draft = path.with_name(f".{path.name}.part")
     figure.savefig(draft, dpi=150, format="png")
     draft.replace(path)

@@ -1,6 +1,6 @@
 """Recorded rows: one per contestant and size, as CSV to look at and as JSON with the circumstances.
 
-    save(Recording(rows, environment, command), folder)      # folder/loss.csv, folder/loss.json
+    save(Recording(rows, environment, command, "loss"), folder)      # folder/loss.csv, folder/loss.json
     recording = load(folder / "loss.json")
 
 A file appears under its name only when it is complete.
@@ -11,6 +11,9 @@ import io
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+PROVENANCE = ("commit", "threads", "torch", "cpu", "command")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +22,8 @@ class Row:
 
     contestant: str
     n: int
+    """Pairs, those of all ranks together."""
+
     d: int
     dtype: str
     status: str
@@ -27,7 +32,7 @@ class Row:
     seconds_best: float | None = None
     seconds_median: float | None = None
     limit_seconds: float | None = None
-    """Best time of four matrix products of this size, measured between the contestant's turns."""
+    """Best time of four matrix products of this size, measured between the turns of all contestants."""
 
     percent_of_limit: float | None = None
     ratio_to_contratile: float | None = None
@@ -36,13 +41,6 @@ class Row:
     peak_extra_mib: float | None = None
     """Memory beyond inputs and gradients."""
 
-    error_value: float | None = None
-    error_grad: float | None = None
-    """Relative errors against dense fp64: of the loss, and of feature gradients in the maximum norm."""
-
-    error_n: int | None = None
-    """Pairs of the problem on which the errors were taken."""
-
     commit: str
     threads: int
     torch: str
@@ -50,23 +48,86 @@ class Row:
     command: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class LossRow(Row):
+    """A row of `bench loss`: one process."""
+
+    error_value: float | None = None
+    error_grad: float | None = None
+    """Relative errors against dense fp64: of the loss, and of feature gradients in the maximum norm."""
+
+    error_n: int | None = None
+    """Pairs of the problem on which the errors were taken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingRow(Row):
+    """A row of `bench ring`: times and memory are those of the slowest and of the largest rank.
+
+    A block is what a rank holds of one side: `local` x D numbers.
+    """
+
+    world: int
+    local: int
+    """Pairs of each rank."""
+
+    peak_blocks: float | None = None
+    sent_mib: float | None = None
+    """Payload that a rank handed to TCP in one step, as the kernel counts it; of the rank that sent most."""
+
+    sent_blocks: float | None = None
+    transfer_seconds: float | None = None
+    """The ring's transfers of one step with no compute between them."""
+
+    waited_seconds: float | None = None
+    """What a rank waited at the hops of the best step, on average over ranks: for transfers, and for slower ranks."""
+
+    exposed_seconds: float | None = None
+    """At least so much of it is transfer: what the rank that waited least waited at each hop."""
+
+    hidden_percent: float | None = None
+    """The share of the transfers' time that was hidden if all waiting was for transfers: a lower bound."""
+
+    hidden_percent_at_most: float | None = None
+    """The same if only the exposed seconds were: an upper bound."""
+
+
+ROWS: dict[str, type[Row]] = {"loss": LossRow, "ring": RingRow}
+R = TypeVar("R", bound=Row)
+
+
+def provenance(facts: dict[str, str], command: str) -> dict[str, Any]:
+    """The fields that say where a row comes from."""
+    known = {name: facts[name] for name in ("commit", "torch", "cpu")}
+    return {**known, "threads": int(facts["threads"]), "command": command}
+
+
 @dataclass(frozen=True)
-class Recording:
+class Recording(Generic[R]):
     """The rows of a run, and what a reader needs to know or to repeat it."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[R, ...]
     environment: dict[str, str]
     command: str
+    kind: str = "loss"
+    """The benchmark: a key of ROWS."""
 
 
-def save(recording: Recording, folder: Path) -> tuple[Path, Path]:
-    """Write loss.csv and loss.json."""
+def threads(recording: Recording[Any]) -> str:
+    """How many, in words."""
+    count = recording.environment["threads"]
+    return f"{count} thread{'s' * (count != '1')}{' per rank' * (recording.kind == 'ring')}"
+
+
+def save(recording: Recording[Any], folder: Path) -> tuple[Path, Path]:
+    """Write the rows as CSV and everything as JSON, in files named for the benchmark."""
     folder.mkdir(parents=True, exist_ok=True)
     table = io.StringIO(newline="")
-    writer = csv.DictWriter(table, [field.name for field in fields(Row)], lineterminator="\n")
+    columns = sorted((field.name for field in fields(ROWS[recording.kind])), key=PROVENANCE.__contains__)
+    writer = csv.DictWriter(table, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(asdict(row) for row in recording.rows)
-    paths = folder / "loss.csv", folder / "loss.json"
+    paths = folder / f"{recording.kind}.csv", folder / f"{recording.kind}.json"
     for path, text in zip(paths, (table.getvalue(), json.dumps(asdict(recording), indent=1) + "\n"), strict=True):
         draft = path.with_name(f".{path.name}.part")
         draft.write_text(text)
@@ -74,11 +135,13 @@ def save(recording: Recording, folder: Path) -> tuple[Path, Path]:
     return paths
 
 
-def load(path: Path) -> Recording:
-    """Read a loss.json."""
+def load(path: Path) -> Recording[Any]:
+    """Read what `save` wrote as JSON. The first recordings did not name their kind: they are of `bench loss`."""
     try:
         recorded = json.loads(path.read_text())
-        rows = tuple(Row(**row) for row in recorded["rows"])
-        return Recording(rows, recorded["environment"], recorded["command"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: expected a loss.json written by `contratile bench loss`, got {error!r}") from error
+        kind = recorded.get("kind", "loss")
+        rows = tuple(ROWS[kind](**row) for row in recorded["rows"])
+        return Recording(rows, recorded["environment"], recorded["command"], kind)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        expected = "expected a loss.json or ring.json written by `contratile bench`"
+        raise ValueError(f"{path}: {expected}, got {error!r}") from error

@@ -39,6 +39,12 @@ COMMANDS = (
         "contratile bench loss --quick --out results",
     ),
     Command(
+        "bench ring",
+        "time, memory and traffic of the loss over ranks against other ways to compute it",
+        "contratile.cli.bench:ring",
+        "contratile bench ring --quick --out results",
+    ),
+    Command(
         "bench plot",
         "draw the plots of a recorded benchmark again",
         "contratile.cli.bench:plot",

@@ -1,0 +1,136 @@
+"""What `contratile bench` prints: tables of recorded rows, and a line for each thing that was not measured."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from contratile.bench.rows import LossRow, Recording, RingRow, Row, threads
+
+TIMES = (
+    "seconds: best and median of the rounds; % limit: time of four plain matrix products over best; x ours: best over "
+    "contratile's; "
+)
+PAPER_RANKS = 8
+PAPER = (
+    "for comparison of the form only, the paper's own figures (Inf-CL, ViT-L/14 on 8 A800 GPUs, GB): batch 32k "
+    "CLIP 16.67, OpenCLIP 2.27, Inf-CL 0.18; 64k 66.11, 8.63, 0.36"
+)
+
+
+def tables(recording: Recording[Any]) -> list[Table]:
+    """The tables of either benchmark."""
+    return _ring_tables(recording) if recording.kind == "ring" else _loss_tables(recording)
+
+
+def notes(recording: Recording[Any]) -> list[str]:
+    """What was not measured and why, the sizes of one reason together."""
+    sizes: dict[tuple[str, str, str], list[str]] = {}
+    for row in recording.rows:
+        if row.status not in ("ok", "memory only"):
+            place = f"D={row.d}" if recording.kind == "loss" else f"D={row.d}, P={row.world}"
+            sizes.setdefault((row.contestant, place, row.status), []).append(str(row.n))
+    return [f"{name}, {place}, N={', '.join(ns)}: {status}" for (name, place, status), ns in sizes.items()]
+
+
+def _loss_tables(recording: Recording[LossRow]) -> list[Table]:
+    """A table for each D: sizes below each other, contestants from fast to slow."""
+    made = []
+    for d in sorted({row.d for row in recording.rows}):
+        table = _table(
+            f"D = {d} · {_hardware(recording)}",
+            ("N", "contestant", "best", "median", "% limit", "x ours", "MiB", "err loss", "err grad"),
+            TIMES + "MiB: peak beyond inputs and gradients; errors: relative, against fp64",
+        )
+        _fill(table, [row for row in recording.rows if row.d == d], _loss_cells)
+        made.append(table)
+    return made
+
+
+def _loss_cells(row: Any) -> list[str]:
+    return [_show(row.peak_extra_mib, "{:.1f}"), _show(row.error_value, "{:.0e}"), _show(row.error_grad, "{:.0e}")]
+
+
+def _ring_tables(recording: Recording[RingRow]) -> list[Table]:
+    """For each D and number of ranks: memory in the form of the paper's table, then time and traffic."""
+    made = []
+    for d, world in sorted({(row.d, row.world) for row in recording.rows}):
+        rows = [row for row in recording.rows if (row.d, row.world) == (d, world)]
+        where = f"P = {world}, D = {d} · {_hardware(recording)}"
+        made.append(_memory_table(rows, f"memory of the loss, GiB per rank · {where}"))
+        made[-1].caption = PAPER if world == PAPER_RANKS else None
+        headings = ("N", "contestant", "best", "median", "% limit", "x ours", "MiB sent", "blocks", "% hidden")
+        made.append(_table(f"time and traffic · {where}", headings, None))
+        _fill(made[-1], rows, _ring_cells)
+    made[-1].caption = (
+        f"{TIMES}MiB sent: by a rank in a step, counted by the kernel; blocks: the same in units of N/P x D numbers; "
+        "% hidden: share of the ring's transfer time hidden behind compute, a lower and an upper bound; memory: "
+        "peak beyond inputs and gradients, of the largest rank, - where it does not fit into this machine"
+    )
+    return made
+
+
+def _ring_cells(row: Any) -> list[str]:
+    bounds = row.hidden_percent, row.hidden_percent_at_most
+    hidden = "" if None in bounds else "{:.0f}-{:.0f}".format(*bounds)
+    return [_show(row.sent_mib, "{:.1f}"), _show(row.sent_blocks, "{:.1f}"), hidden]
+
+
+def _memory_table(rows: list[RingRow], title: str) -> Table:
+    """Contestants below each other, global batches side by side."""
+    sizes = sorted({row.n for row in rows})
+    table = _table(title, ("contestant", *map(_batch, sizes)), None)
+    cells = {(row.contestant, row.n): _memory_cell(row) for row in rows}
+    for name in dict.fromkeys(row.contestant for row in rows):
+        if any(cells[name, n] for n in sizes):
+            table.add_row(name, *(cells[name, n] for n in sizes), style=_style(name))
+    return table
+
+
+def _memory_cell(row: RingRow) -> str:
+    if row.peak_extra_mib is not None:
+        return f"{row.peak_extra_mib / 1024:.3f}"
+    return "-" if row.status.startswith("out of memory") else ""
+
+
+def _table(title: str, headings: Sequence[str], caption: str | None) -> Table:
+    looks: dict[str, Any] = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "min_width": 90}
+    made = Table(title=title, caption=caption, title_justify="left", caption_justify="left", **looks)
+    for heading in headings:
+        made.add_column(heading, justify="left" if heading == "contestant" else "right", no_wrap=True)
+    return made
+
+
+def _fill(table: Table, rows: Sequence[Row], cells: Any) -> None:
+    """The rows that have something to show, `cells` after the columns that all benchmarks have."""
+    for n in sorted({row.n for row in rows}):
+        group = [row for row in rows if row.n == n and (row.seconds_best or row.peak_extra_mib is not None)]
+        group.sort(key=lambda row: row.seconds_best or float("inf"))
+        for row in group:
+            shared = [
+                str(row.n),
+                row.contestant,
+                _show(row.seconds_best, "{:.3f}"),
+                _show(row.seconds_median, "{:.3f}"),
+                _show(row.percent_of_limit, "{:.0f}"),
+                _show(row.ratio_to_contratile, "{:.2f}"),
+            ]
+            table.add_row(*shared, *cells(row), style=_style(row.contestant), end_section=row is group[-1])
+
+
+def _hardware(recording: Recording[Any]) -> str:
+    facts = recording.environment
+    return f"{facts['cpu']} · {threads(recording)} · torch {facts['torch']}"
+
+
+def _batch(n: int) -> str:
+    return f"{n // 1024}k" if n % 1024 == 0 else str(n)
+
+
+def _style(contestant: str) -> str | None:
+    return "bold" if contestant == "contratile" else None
+
+
+def _show(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
