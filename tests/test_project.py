@@ -31,6 +31,17 @@ def test_example_retrieval_labels() -> None:
     assert found and float(found[1]) == pytest.approx(float(found[2]), rel=1e-4)
 
 
+@pytest.mark.parametrize("name", ["simclr_views", "sup_con_classes", "siglip_step", "moco_queue"])
+def test_examples_learn(name: str) -> None:
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", run(sys.executable, f"examples/{name}.py"))]
+    assert len(losses) >= 5 and losses[-1] < max(losses[:4])
+
+
+def test_example_hard_negatives() -> None:
+    found = re.match(r"loss (\S+) with options, (\S+) without", run(sys.executable, "examples/hard_negatives.py"))
+    assert found and float(found[1]) < float(found[2])
+
+
 def gap(output: str) -> float:
     """What the example prints last: by how much the parameters differ from those of one process."""
     return float(output.strip().rsplit(" ", 1)[1])

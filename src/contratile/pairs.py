@@ -91,10 +91,10 @@ class Places(NamedTuple):
     column: Tensor  # [rows, 1]
     inside: Tensor | None  # [rows]; None stands for all
 
-    def get(self, otherwise: Tensor) -> Tensor:
-        """One value per query: from the tile, or the other one if its positive is not here."""
+    def get(self, otherwise: Tensor | None = None) -> Tensor:
+        """One value per query: from the tile, or the other one if its positive may not be here."""
         found = self.tile.gather(1, self.column).squeeze(1)
-        return found if self.inside is None else torch.where(self.inside, found, otherwise)
+        return found if self.inside is None or otherwise is None else torch.where(self.inside, found, otherwise)
 
     def put_(self, values: Tensor, *, spare_excluded: bool = False) -> None:
         """Write one value per query; weights of excluded pairs, which are 0, can be left as they are."""

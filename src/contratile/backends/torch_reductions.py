@@ -161,7 +161,7 @@ class LseReader:
         """The scores up to a limit, and the positives."""
         out.copy_(s_RC).masked_fill_(s_RC > limit, -torch.inf)
         for at, true in zip(self.rule.places(out, tile), self.rule.places(s_RC, tile), strict=True):
-            at.put_(true.get(true.tile[:, 0]))
+            at.put_(true.get())
         return out
 
     def parts(self) -> tuple[Tensors, Tensors]:
@@ -258,7 +258,7 @@ class SoftplusReader:
     def read(self, s_RC: Tensor, spare_RC: Tensor, tile: Tile) -> None:
         _softplus(s_RC, spare_RC)
         for at, score in zip(self.rule.places(spare_RC, tile), self.rule.places(s_RC, tile), strict=True):
-            value = score.get(score.tile[:, 0]).neg_()
+            value = score.get().neg_()
             at.put_(_softplus(value, value))
         for dim, total, index in sides_of(tile, self.row, self.col):
             total[index] += spare_RC.sum(dim)

@@ -93,7 +93,7 @@ def positives(scores: Scores, pos: Tensor) -> None:
 
 def _read_positives(s_RC: Tensor, tile: Tile, rule: PairRule, pos: Tensor) -> None:
     for at in rule.places(s_RC, tile):
-        pos[at.rows] = at.get(pos[at.rows])
+        pos[at.rows] = at.get() if at.inside is None else at.get(pos[at.rows])
 
 
 def backward(scores: Scores, weights: Weights, pos_grad: Tensor | None, into: Gradients, *, pos: Tensor | None) -> None:
@@ -110,10 +110,10 @@ def backward(scores: Scores, weights: Weights, pos_grad: Tensor | None, into: Gr
     # sum(g * s) = <alpha q, g k>, so a query gradient gives dalpha at no cost; without one the scores must be kept.
     keep_scores = dalpha is not None and dq is None
     ws = Workspace(plan, scores.q, scores.key, tiles=3 if keep_scores else 2)
-    for block in plan.row_slices():
+    for block in plan.row_slices() if plan.m else ():
         q_RD = ws.query(scores.q, block, alpha)
         dq_RD = ws.query_grad(block)
-        for tile in plan.tiles_of(block):
+        for number, tile in enumerate(plan.tiles_of(block)):
             k_CD = ws.key(scores.key, tile.cols)
             g_RC, spare_RC = ws.tile(0, tile), ws.tile(1, tile)
             s_RC = scores.cached(tile)
@@ -130,7 +130,7 @@ def backward(scores: Scores, weights: Weights, pos_grad: Tensor | None, into: Gr
                 for at in places:
                     at.add_(pos_grad[at.rows])
             if dq is not None:
-                dq_RD.addmm_(g_RC, k_CD)
+                dq_RD.addmm_(g_RC, k_CD, beta=min(number, 1))  # the first product writes, the others add
             if dk is not None:
                 dk[tile.cols].addmm_(g_RC.t(), q_RD)
             if dbias is not None:
@@ -157,12 +157,16 @@ class Workspace:
         dtype = accumulation_dtype(q.dtype)
         self._tiles = [torch.empty(plan.rows * plan.cols, dtype=dtype, device=q.device) for _ in range(tiles)]
         self._query = torch.empty(plan.rows, plan.d, dtype=dtype, device=q.device)
-        self._query_grad = torch.empty_like(self._query)
+        self._query_grad: Tensor | None = None
+        self._views: dict[int, Tensor] = {}
         as_is = k.dtype == dtype and k.stride(1) == 1 and k.stride(0) >= k.shape[1]
         self._key = None if as_is else torch.empty(plan.cols, plan.d, dtype=dtype, device=k.device)
 
     def tile(self, index: int, tile: Tile) -> Tensor:
-        return self._tiles[index][: tile.end - tile.offset].view(tile.shape)
+        view = self._views.get(index)
+        if view is None or view.shape != tile.shape:  # most tiles have the shape of the one before
+            view = self._views[index] = self._tiles[index][: tile.end - tile.offset].view(tile.shape)
+        return view
 
     def query(self, q: Tensor, rows: slice, alpha: Tensor) -> Tensor:
         """A block of queries in the accumulation dtype, alpha folded in."""
@@ -170,7 +174,10 @@ class Workspace:
         return self._query[: len(block)].copy_(block).mul_(alpha)
 
     def query_grad(self, rows: slice) -> Tensor:
-        return self._query_grad[: rows.stop - rows.start].zero_()
+        """Room for the gradient of a block of queries."""
+        if self._query_grad is None:
+            self._query_grad = torch.empty_like(self._query)
+        return self._query_grad[: rows.stop - rows.start]
 
     def key(self, k: Tensor, cols: slice) -> Tensor:
         """A block of keys that BLAS takes: a view of the keys if their layout allows, else a copy of the block."""
