@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import contratile as ct
 
 
-def main(batch: int = 256, steps: int = 8) -> None:
+def main(batch: int = 256, steps: int = 16) -> None:
     torch.manual_seed(0)
     encoder = nn.Linear(64, 32)
     slow = copy.deepcopy(encoder).requires_grad_(False)
@@ -22,14 +22,15 @@ def main(batch: int = 256, steps: int = 8) -> None:
         data = torch.randn(batch, 64)
         query = F.normalize(encoder(data + 0.3 * torch.randn_like(data)), dim=1)
         key = F.normalize(slow(data + 0.3 * torch.randn_like(data)), dim=1)
-        loss = ct.info_nce(query, key, 10.0, extra_keys=queue.keys())
+        old = queue.keys()
+        loss = ct.info_nce(query, key, 10.0, extra_keys=old)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
         queue.enqueue(key)
         for mine, other in zip(slow.parameters(), encoder.parameters(), strict=True):
             mine.lerp_(other.detach(), 0.01)
-        print(f"step {step}: loss {loss.item():.4f} against {len(query) + len(queue)} keys")
+        print(f"step {step}: loss {loss.item():.4f} against {len(key) + len(old)} keys")
 
 
 if __name__ == "__main__":
