@@ -116,6 +116,50 @@ def test_one_set_computes_the_upper_triangle_only() -> None:
     assert meter.flops == 4 * 2 * triangle * D
 
 
+def test_products_of_the_family() -> None:
+    query, key, scale = leaves(True, True, True)
+    key = key[:N].detach().requires_grad_()
+    views = sum(
+        tile.shape[0] * tile.shape[1] for tile in plan_tiles(2 * N, 2 * N, D, tile=TILE, symmetric=True).tiles()
+    )
+    meter = measure(lambda a, b, t: ct.nt_xent(a, b, t, tile=TILE), query, key, scale)
+    assert meter.flops == 4 * 2 * views * D, "half of the four products over 2N views, and the diagonal's other half"
+    triangle = sum(tile.shape[0] * tile.shape[1] for tile in plan_tiles(N, N, D, tile=TILE, symmetric=True).tiles())
+    meter = measure(lambda z, t: ct.sup_con(z, torch.arange(N) // 2, t, tile=TILE), query, scale)
+    assert meter.flops == 4 * 2 * triangle * D
+    meter = measure(lambda a, b, s: ct.siglip_loss(a, b, s, -1.0, tile=TILE), query, key, scale)
+    assert meter.flops == 4 * 2 * N * N * D
+
+
+def test_an_option_that_is_not_used_costs_nothing() -> None:
+    """Options at their defaults lead to the very same operators."""
+    query, key, scale = leaves(True, True, True)
+    key = key[:N].detach().requires_grad_()
+    plain = measure(lambda q, k, s: ct.clip_loss(q, k, s, tile=TILE), query, key, scale)
+    off: dict[str, Any] = {"ids": None, "margin": None, "label_smoothing": 0.0, "weights": None, "return_stats": False}
+    same = measure(lambda q, k, s: ct.clip_loss(q, k, s, tile=TILE, **off), query, key, scale)
+    assert sorted(made for made in plain.made.values()) == sorted(made for made in same.made.values())
+    asked = measure(lambda q, k, s: ct.clip_loss(q, k, s, tile=TILE, return_stats=True)[0], query, key, scale)
+    assert len(asked.made) > len(plain.made)
+
+
+@pytest.mark.parametrize("loss", ["nt_xent", "sup_con", "siglip", "options"])
+def test_no_large_tensor_is_made_by_the_family(loss: str) -> None:
+    """Nothing grows with N x N; per row there are gradients, the views of nt_xent, and vectors."""
+    n, d, tile = 512, 8, 32
+    image, text = (features(n, d, seed=seed).requires_grad_() for seed in (1, 2))
+    ids, hard = torch.arange(n) // 3, features(2 * n, d, seed=3).view(n, 2, d)
+    run: dict[str, Callable[..., Tensor]] = {
+        "nt_xent": lambda a, b: ct.nt_xent(a, b, 0.5, tile=tile),
+        "sup_con": lambda a, b: ct.sup_con(a, ids, 0.5, tile=tile) + 0 * b[0, 0],
+        "siglip": lambda a, b: ct.siglip_loss(a, b, 5.0, -5.0, tile=tile),
+        "options": lambda a, b: ct.clip_loss(
+            a, b, 5.0, ids=ids, hard_negatives=hard, extra_keys=hard[:, 0], margin=0.1, return_stats=True, tile=tile
+        )[0],
+    }
+    assert measure(run[loss], image, text).largest() <= 2 * n * d * 4
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("needs", [(True, True, True), (False, False, True), (True, False, False)])
 def test_no_large_tensor_is_made(dtype: torch.dtype, needs: tuple[bool, bool, bool]) -> None:

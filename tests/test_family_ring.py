@@ -149,6 +149,33 @@ def test_statistics_are_of_the_global_batch(name: str) -> None:
         assert got == pytest.approx(want, rel=1e-12)
 
 
+def traffic(name: str, n: int) -> int:
+    """Numbers that this rank sends in a step."""
+    sent, post = 0, dist.batch_isend_irecv
+
+    def counting(ops: list[dist.P2POp]) -> list[dist.Work]:
+        nonlocal sent
+        sent += sum(op.tensor.numel() for op in ops if op.op is dist.isend)
+        return post(ops)
+
+    dist.batch_isend_irecv = counting  # type: ignore[assignment]
+    try:
+        q, k = (torch.randn(n, D, requires_grad=True) for _ in range(2))
+        arguments = (1.0, -1.0) if name == "siglip_loss" else (1.0,)
+        getattr(ct, name)(q, k, *arguments).backward()
+    finally:
+        dist.batch_isend_irecv = post
+    return sent
+
+
+def test_what_travels() -> None:
+    """SigLIP: keys twice and their gradient. NT-Xent: views twice with their statistics, and no gradient."""
+    n, world = 5, 3
+    assert pool(world).run(traffic, "siglip_loss", n) == [(3 * world - 2) * n * D] * world
+    views = 2 * n
+    assert pool(world).run(traffic, "nt_xent", n) == [2 * (world - 1) * views * D + (world - 1) * 2 * views] * world
+
+
 def different_options() -> str:
     q = torch.randn(4, D)
     margin = 0.1 if dist.get_rank() == 0 else 0.2
