@@ -1,0 +1,44 @@
+"""Sums over classes against the masks they replace, with slices so small that every loop turns."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from contratile import classes
+from contratile.classes import add_class_grads, class_sums
+from tests.helpers import randn
+
+N, M, D = 23, 31, 5
+ALPHA = torch.tensor(1.7, dtype=torch.float64)
+
+
+def integers(n: int, kinds: int, seed: int) -> Tensor:
+    return torch.randint(-kinds, kinds, (n,), generator=torch.Generator().manual_seed(seed)) * 1_000_003
+
+
+@pytest.mark.parametrize("step", [1, 4, 2048])
+@pytest.mark.parametrize("kinds", [1, 5, 100])
+def test_sums_and_gradients(kinds: int, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(classes, "STEP", step)
+    q, k = randn(N, D, seed=1, dtype=torch.float64), randn(M, D, seed=2, dtype=torch.float64)
+    left, right = integers(N, kinds, 3), integers(M, kinds, 4)
+    same = (left.unsqueeze(1) == right).double()
+    scores = ALPHA * q @ k.T * same
+    sums = class_sums(q, k, ALPHA, left, right, rows=True, cols=True)
+    torch.testing.assert_close(tuple(sums), (scores.sum(1), same.sum(1), scores.sum(0), same.sum(0)))
+    rows_only = class_sums(q, k, ALPHA, left, right, rows=True, cols=False)
+    assert torch.equal(rows_only.row, sums.row) and not rows_only.col.any()
+    u, v = randn(N, seed=5, dtype=torch.float64), randn(M, seed=6, dtype=torch.float64)
+    for row, col in ((u, v), (u, None), (None, v)):
+        weights = torch.zeros(N, M, dtype=torch.float64)
+        weights += 0 if row is None else row.unsqueeze(1)
+        weights += 0 if col is None else col
+        dq = torch.ones(N, D, dtype=torch.float64)
+        add_class_grads(dq, k, ALPHA, left, right, row, col)
+        torch.testing.assert_close(dq, 1 + ALPHA * (weights * same) @ k)
+
+
+def test_nothing_in_common() -> None:
+    q, k = randn(3, D, seed=1), randn(4, D, seed=2)
+    zero, one = torch.zeros(3, dtype=torch.long), torch.ones(4, dtype=torch.long)
+    assert not any(part.any() for part in class_sums(q, k, ALPHA.float(), zero, one, rows=True, cols=True))
