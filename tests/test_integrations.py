@@ -342,7 +342,7 @@ def test_lightly_memory_bank() -> None:
     """Batches that do and do not fit before the end of the bank; none is stored where no gradient is wanted."""
     from lightly.loss import NTXentLoss
 
-    losses = []
+    losses: list[Any] = []
     for kind in (lightly.NTXentLoss, NTXentLoss):
         torch.manual_seed(0)
         losses.append(kind(temperature=0.2, memory_bank_size=(40, D)))
