@@ -9,15 +9,16 @@ The package's ring is the part of it that runs without a GPU. Prints what one ra
 import sys
 import tempfile
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
+import contratile as ct
 from contratile.bench.before_after import print_table
-from contratile.bench.cases import Problem, quiet
+from contratile.bench.cases import Problem, backward, quiet
 from contratile.integrations.inf_cl import cal_ring_loss  # was: from inf_cl import cal_ring_loss
 
 RANKS = 2
@@ -36,17 +37,13 @@ def on_rank(rank: int, folder: str, pairs: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     problem = Problem.make(pairs, 256, scale=14.3, seed=rank)
 
-    def step(cal_loss: Any) -> Callable[[], Tensor]:
-        def loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
-            value = clip_loss(cal_loss, image, text, scale)
-            value.backward()
-            return value.detach()
-
-        return problem.bind(loss)
-
-    steps = {"inf_cl": step(before), "contratile": step(cal_ring_loss)}
+    steps = {
+        "inf_cl": problem.bind(backward(partial(clip_loss, before))),
+        "contratile": problem.bind(backward(partial(clip_loss, cal_ring_loss))),
+        "contratile.clip_loss": problem.bind(backward(ct.clip_loss)),  # both directions from one pass
+    }
     print_table(f"{RANKS} ranks of {pairs} pairs", steps, quiet=rank != 0)
-    old, new = (float(step()) for step in steps.values())
+    old, new, _ = (float(step()) for step in steps.values())
     if rank == 0:
         print(f"loss before {old:.6f}, after {new:.6f}", flush=True)
     dist.barrier()
@@ -55,7 +52,7 @@ def on_rank(rank: int, folder: str, pairs: int) -> None:
 
 def main(pairs: int = 2048) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(on_rank, (folder, pairs), nprocs=RANKS)
+        spawn(on_rank, (folder, pairs), nprocs=RANKS)
 
 
 if __name__ == "__main__":

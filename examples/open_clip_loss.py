@@ -1,6 +1,6 @@
 """open_clip's trainer with the losses of Contratile: one import changes.
 
-    python examples/open_clip_loss.py            # 4096 pairs
+    python examples/open_clip_loss.py            # 3072 pairs
     python examples/open_clip_loss.py 8192
 
 Prints time and memory of loss and backward before and after, and that both give the same loss.
@@ -21,7 +21,7 @@ with quiet():
     from open_clip import loss as before
 
 
-def main(pairs: int = 4096, width: int = 256) -> None:
+def main(pairs: int = 3072, width: int = 256) -> None:
     torch.manual_seed(0)
     problem = Problem.make(pairs, width, scale=14.3)
     inputs = problem.image, problem.text, problem.scale

@@ -57,7 +57,7 @@ def test_examples_of_integrations(example: str, sizes: list[str], package: str) 
     """Each prints a table of time and memory, and the loss before and after."""
     output = run(sys.executable, f"examples/{example}.py", *sizes)
     rows = {words[0] for words in map(str.split, output.splitlines()) if len(words) == 3 and float(words[1]) > 0}
-    assert rows == {package, "contratile"}, output
+    assert {package, "contratile"} <= rows, output
     losses = re.findall(r"^loss before (\S+), after (\S+)$", output, re.MULTILINE)
     assert losses
     for before, after in losses:
