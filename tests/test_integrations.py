@@ -3,6 +3,7 @@
 # mypy: allow-untyped-calls
 # (torch does not annotate all that is called here.)
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -275,6 +276,35 @@ def inf_cl_ring(n: int) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_inf_cl_ring(world: int) -> None:
     pool(world).run(inf_cl_ring, 20)
+
+
+KERNELS = """
+import torch, triton
+triton.language.inline_asm_elementwise = lambda asm, constraints, args, **keywords: args[0]
+import inf_cl
+from contratile.integrations import inf_cl as ours
+
+torch.manual_seed(0)
+q, k = (torch.nn.functional.normalize(torch.randn(64, 256)).requires_grad_() for _ in range(2))
+scale, labels = torch.tensor(14.3, requires_grad=True), torch.randperm(64)
+upstream = torch.randn(64)
+found = []
+for module in (ours, inf_cl):
+    rows = module.cal_flash_loss(q, k, labels, scale)
+    found.append([rows.detach(), *torch.autograd.grad((rows * upstream).sum(), (q, k, scale))])
+torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+with torch.no_grad():  # without a process group the others are the mean of the same
+    torch.testing.assert_close(ours.cal_inf_loss(q, k, labels), inf_cl.cal_inf_loss(q, k, labels))
+print("same")
+"""
+
+
+def test_inf_cl_kernels() -> None:
+    """The package's kernels, interpreted, in one process."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONOPTIMIZE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", KERNELS]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0 and done.stdout.split()[-1:] == ["same"], done.stdout + done.stderr
 
 
 def dense(query: Tensor, key: Tensor, labels: Tensor, scale: Tensor | float) -> Tensor:
