@@ -289,13 +289,15 @@ def test_modules_are_plain_values(module: nn.Module) -> None:
         assert repr(twin) == repr(module) and torch.equal(twin(q, k), module(q, k))
 
 
-def test_repr_shows_every_keyword() -> None:
-    assert repr(ct.InfoNCE(20.0, reduction="none")) == (
-        "InfoNCE(scale=20.0, group='auto', reduction='none', backend='auto', tile=None, cache_bytes=0)"
-    )
-    assert repr(ct.ClipLoss(group=None)) == (
-        "ClipLoss(group=None, reduction='mean', backend='auto', tile=None, cache_bytes=0)"
-    )
+def test_repr_shows_what_was_given() -> None:
+    assert repr(ct.InfoNCE(20.0, reduction="none")) == "InfoNCE(scale=20.0, reduction='none')"
+    assert repr(ct.ClipLoss(group=None, tile=64)) == "ClipLoss(group=None, tile=64)"
+
+
+@pytest.mark.parametrize("module", [ct.ClipLoss, ct.InfoNCE, ct.NTXent, ct.SupCon, ct.SigLipLoss])
+def test_modules_refuse_unknown_keywords(module: Callable[..., nn.Module]) -> None:
+    with pytest.raises(TypeError, match=r"expected keywords among .*cache_bytes, got temprature. Drop it"):
+        module(temprature=0.1)
 
 
 # --- imports ------------------------------------------------------------------------------------------------------

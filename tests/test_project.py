@@ -70,6 +70,27 @@ def test_example_under_accelerate_launch(tmp_path: Path) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+@pytest.mark.peers
+@pytest.mark.parametrize(
+    ("example", "sizes", "package"),
+    [
+        ("open_clip_loss", ["300"], "open_clip"),
+        ("inf_cl_import", ["128"], "inf_cl"),
+        ("lightly_simclr", ["200"], "lightly"),
+        ("metric_learning", ["40", "200"], "pytorch-metric-learning"),
+    ],
+)
+def test_examples_of_integrations(example: str, sizes: list[str], package: str) -> None:
+    """Each prints a table of time and memory, and the loss before and after."""
+    output = run(sys.executable, f"examples/{example}.py", *sizes)
+    rows = {words[0] for words in map(str.split, output.splitlines()) if len(words) == 3 and float(words[1]) > 0}
+    assert {package, "contratile"} <= rows, output
+    losses = re.findall(r"^loss before (\S+), after (\S+)$", output, re.MULTILINE)
+    assert losses
+    for before, after in losses:
+        assert float(after) == pytest.approx(float(before), rel=1e-4)
+
+
 def test_one_ruff() -> None:
     pinned = re.search(r"^ruff==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     hooks = re.findall(r"ruff==([\d.]+)", (ROOT / ".pre-commit-config.yaml").read_text())

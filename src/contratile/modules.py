@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from contratile import functional
+from contratile.errors import bad_type
 from contratile.functional import Keywords
 
 if TYPE_CHECKING:
@@ -23,8 +26,13 @@ if TYPE_CHECKING:
 class _Loss(nn.Module):
     """Keywords given here are those of the function; tensors that change from batch to batch are given to the call."""
 
-    def __init__(self, **keywords: Any) -> None:
+    def __init__(self, function: Callable[..., Any], **keywords: Any) -> None:
         super().__init__()
+        known = [name for name, x in signature(function).parameters.items() if x.kind is Parameter.KEYWORD_ONLY]
+        for name in keywords:
+            if name not in known:
+                expected = ", ".join(known)
+                bad_type(type(self).__name__, expected=f"keywords among {expected}", got=name, remedy="Drop it.")
         self.keywords = keywords
 
     def extra_repr(self) -> str:
@@ -38,7 +46,7 @@ class ClipLoss(_Loss):
     """
 
     def __init__(self, **keywords: Unpack[ContrastKeywords]) -> None:
-        super().__init__(**keywords)
+        super().__init__(functional.clip_loss, **keywords)
 
     def forward(
         self,
@@ -59,7 +67,7 @@ class InfoNCE(_Loss):
     """
 
     def __init__(self, scale: float = 1.0, **keywords: Unpack[ContrastKeywords]) -> None:
-        super().__init__(**keywords)
+        super().__init__(functional.info_nce, **keywords)
         self.scale = scale
 
     def forward(
@@ -84,7 +92,7 @@ class NTXent(_Loss):
     """`nt_xent`; a learned temperature is passed to the call."""
 
     def __init__(self, temperature: float = 0.5, **keywords: Unpack[Keywords]) -> None:
-        super().__init__(**keywords)
+        super().__init__(functional.nt_xent, **keywords)
         self.temperature = temperature
 
     def forward(
@@ -101,7 +109,7 @@ class SupCon(_Loss):
     """`sup_con`; a learned temperature is passed to the call."""
 
     def __init__(self, temperature: float = 0.1, **keywords: Unpack[Keywords]) -> None:
-        super().__init__(**keywords)
+        super().__init__(functional.sup_con, **keywords)
         self.temperature = temperature
 
     def forward(
@@ -118,7 +126,7 @@ class SigLipLoss(_Loss):
     """`siglip_loss` with open_clip's call: `loss(image_features, text_features, logit_scale, logit_bias)`."""
 
     def __init__(self, **keywords: Unpack[Keywords]) -> None:
-        super().__init__(**keywords)
+        super().__init__(functional.siglip_loss, **keywords)
 
     def forward(
         self,

@@ -249,8 +249,10 @@ def _plan(ring: Ring, source: int, x: Inputs, task: Task) -> TilePlan:
     itemsize = accumulation_dtype(x.query.dtype).itemsize
     symmetric = x.key is None and source == ring.team.rank
     n, d = x.query.shape
-    plan = plan_tiles if torch.compiler.is_compiling() else _known_plan  # a compiler's sizes may be symbols
-    return plan(n, ring.sizes[source], d, tile=task.tile or None, itemsize=itemsize, symmetric=symmetric)
+    m = ring.sizes[source]
+    # The sizes that a compiler traces with may be symbols, which no table can hold.
+    plan = _known_plan if type(n) is type(m) is type(d) is int else plan_tiles
+    return plan(n, m, d, tile=task.tile or None, itemsize=itemsize, symmetric=symmetric)
 
 
 _known_plan = lru_cache(maxsize=1024)(plan_tiles)

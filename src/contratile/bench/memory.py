@@ -83,26 +83,26 @@ def warm_up(step: Step, d: int, *, scale: float, dtype: torch.dtype) -> None:
 
 def extra_peak(step: Step, problem: Problem, *, processes: int = 1) -> Peak:
     """Memory that one step needs beyond inputs and gradients. `processes` such steps run at once and share it all."""
-    _trim()
+    trim()
     _limit_address_space(processes)
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return Peak("memory: needs a writable /proc/self/clear_refs (Linux)")
-    before = _status_bytes("VmRSS")
+    before = status_bytes("VmRSS")
     problem.bind(step)()
-    after = _status_bytes("VmHWM")
+    after = status_bytes("VmHWM")
     leaves = (problem.image, problem.text, problem.scale)
     gradients = sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None)
     return Peak("ok", max(0.0, (after - before - gradients) / MiB))
 
 
-def _status_bytes(entry: str) -> int:
+def status_bytes(entry: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(entry + ":"))
 
 
-def _trim() -> None:
+def trim() -> None:
     """Give freed memory back, so that the step cannot hide its own in it."""
     gc.collect()
     try:
@@ -116,7 +116,7 @@ def _limit_address_space(processes: int) -> None:
     try:
         import resource
 
-        ceiling = _status_bytes("VmSize") + int(USABLE * memory_bytes("MemAvailable") / processes)
+        ceiling = status_bytes("VmSize") + int(USABLE * memory_bytes("MemAvailable") / processes)
     except (ImportError, OSError):
         return  # not Linux
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

@@ -1,0 +1,45 @@
+"""A before/after table: time and peak memory of two ways to do one step, in this process.
+
+    print_table("8192 pairs", {"open_clip": step_1, "contratile": step_2})
+
+A step runs a loss and its backward and takes no arguments. Steps take turns and the best of `ROUNDS` counts; then
+each runs once more on a trimmed heap for the memory. Good for an example: recorded numbers come from
+`contratile bench loss`, which gives each point a process of its own. A step may be collective: every rank calls this,
+with the same steps, and one of them prints.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from contratile.bench.harness import wall_time
+from contratile.bench.memory import MiB, status_bytes, trim
+
+ROUNDS = 3
+Step = Callable[[], object]
+
+
+def peak_mib(step: Step) -> float | None:
+    """Resident memory at its highest during a step, beyond what was resident before; None where Linux is missing."""
+    trim()
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        before = status_bytes("VmRSS")
+    except OSError:
+        return None
+    step()
+    return (status_bytes("VmHWM") - before) / MiB
+
+
+def print_table(title: str, steps: Mapping[str, Step], *, quiet: bool = False) -> None:
+    """Measure and, unless `quiet`, print a line per step."""
+    times: dict[str, float] = dict.fromkeys(steps, float("inf"))
+    for _ in range(ROUNDS):
+        for name, step in steps.items():
+            times[name] = min(times[name], wall_time(step))
+    peaks = {name: peak_mib(step) for name, step in steps.items()}
+    if quiet:
+        return
+    print(f"{title:<32}{'ms':>10}{'peak MiB':>12}")
+    for name in steps:
+        peak = peaks[name]
+        print(f"{name:<32}{times[name] * 1e3:>10.1f}" + (f"{'-':>12}" if peak is None else f"{peak:>12.1f}"))

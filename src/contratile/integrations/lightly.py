@@ -1,0 +1,66 @@
+"""lightly's `NTXentLoss`: the same constructor, call and values, in linear memory.
+
+from contratile.integrations.lightly import NTXentLoss       # was: from lightly.loss import NTXentLoss
+loss = NTXentLoss(temperature=0.5, gather_distributed=True)(out0, out1)
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from contratile.errors import bad_value
+from contratile.functional import nt_xent, pair_lse
+from contratile.memory_queue import gather_rows
+from contratile.team import Team
+
+
+class NTXentLoss(nn.Module):
+    """SimCLR's loss of two views; with a memory bank, MoCo's: the bank's keys are the only negatives.
+
+    Views are normalised here, as lightly does. Negatives are this rank's own unless `gather_distributed`; with a bank
+    that means the keys of all ranks enter everybody's bank.
+    """
+
+    def __init__(
+        self, temperature: float = 0.5, memory_bank_size: int | Sequence[int] = 0, gather_distributed: bool = False
+    ) -> None:
+        super().__init__()
+        if not temperature >= 1e-8:
+            bad_value("temperature", expected="at least 1e-8", got=temperature, remedy="SimCLR uses 0.1 to 0.5.")
+        self.temperature, self.gather_distributed = temperature, gather_distributed
+        size = (memory_bank_size,) if isinstance(memory_bank_size, int) else tuple(memory_bank_size)
+        self.memory_bank = None if size[0] == 0 else _Bank(size)
+
+    def forward(self, out0: Tensor, out1: Tensor) -> Tensor:
+        team = Team.of("auto" if self.gather_distributed else None)
+        out0, out1 = F.normalize(out0, dim=1), F.normalize(out1, dim=1)
+        if self.memory_bank is None:
+            return nt_xent(out0, out1, self.temperature, group=team.group)
+        bank = self.memory_bank.bank.to(out0, copy=True)
+        if out0.requires_grad:
+            self.memory_bank.enqueue(gather_rows(team, out1.detach()))
+        negatives, _ = pair_lse(out0, bank, 1 / self.temperature, cols=False, group=None)
+        positive = (out0 * out1).sum(1).to(negatives.dtype) / self.temperature
+        return F.softplus(negatives - positive).mean()
+
+
+class _Bank(nn.Module):
+    """lightly's bank: random unit vectors at first; keys that do not fit before its end are dropped."""
+
+    bank: Tensor
+
+    def __init__(self, size: Sequence[int]) -> None:
+        super().__init__()
+        if len(size) != 2 or min(size) < 1:
+            remedy = "Pass 0 for no memory bank."
+            bad_value("memory_bank_size", expected="(number of keys, features)", got=tuple(size), remedy=remedy)
+        self.register_buffer("bank", F.normalize(torch.randn(*size), dim=1), persistent=False)
+        self.place = 0
+
+    @torch.no_grad()
+    def enqueue(self, keys: Tensor) -> None:
+        kept = keys[: len(self.bank) - self.place]
+        self.bank[self.place : self.place + len(kept)] = kept.to(self.bank)
+        self.place = (self.place + len(kept)) % len(self.bank)

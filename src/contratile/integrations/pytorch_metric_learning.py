@@ -1,0 +1,185 @@
+"""`NTXentLoss` and `SupConLoss` of pytorch-metric-learning: the same call and values, in linear memory.
+
+    from contratile.integrations.pytorch_metric_learning import NTXentLoss, SupConLoss
+    loss = NTXentLoss(temperature=0.07)(embeddings, labels)              # or (..., ref_emb=, ref_labels=)
+
+Embeddings are normalised here: the distance is the cosine, which is the default there, and so are the reducers. They
+may be wrapped in the package's `SelfSupervisedLoss`. Miners, other distances, reducers and regularisers are refused.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from contratile.contrast import as_tensor
+from contratile.errors import bad_value, check_features, check_scale, check_vector
+from contratile.functional import sup_con
+from contratile.lse import Engine, pair_stats
+from contratile.ring import Ring
+from contratile.task import Inputs, Task
+from contratile.team import ALONE
+
+
+class Sets(NamedTuple):
+    """Anchors and what they are compared with: themselves (None) or a set of references."""
+
+    query: Tensor  # [N, D]
+    key: Tensor | None  # [M, D]
+    query_labels: Tensor  # [N]
+    key_labels: Tensor  # [M]
+
+    @property
+    def engine(self) -> Engine:
+        return Engine(Ring.flat(ALONE, (len(self.key_labels),), total=len(self.query)))
+
+
+class _Loss(nn.Module):
+    def __init__(self, temperature: float, **options: Any) -> None:
+        super().__init__()
+        check_scale(temperature, "temperature")
+        for name, value in options.items():
+            if value is not None and value is not False:
+                remedy = f"Drop {name}=, or use the loss of pytorch_metric_learning for it."
+                bad_value(name, expected="the default", got=type(value).__name__, remedy=remedy)
+        self.temperature = temperature
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None = None,
+        indices_tuple: Any = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+    ) -> Tensor:
+        if indices_tuple is not None:
+            remedy = "Drop indices_tuple= and the miner that made it: all pairs take part."
+            bad_value("indices_tuple", expected="None", got=type(indices_tuple).__name__, remedy=remedy)
+        if labels is None or (ref_emb is None) != (ref_labels is None):
+            missing = "labels" if labels is None else "ref_emb" if ref_emb is None else "ref_labels"
+            bad_value(missing, expected="a tensor", got="None", remedy="Pairs are told apart by their labels.")
+        x = self._sets(embeddings, labels, ref_emb, ref_labels)
+        if bool((x.query_labels == x.key_labels[0]).all() and (x.key_labels == x.key_labels[0]).all()):
+            return embeddings.sum() * 0  # without any negative there is nothing to learn
+        return self._loss(x)
+
+    def _sets(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor | None, ref_labels: Tensor | None) -> Sets:
+        check_features({"embeddings": embeddings}, empty=False)
+        labels = labels.to(embeddings.device)
+        check_vector("labels", labels, length=len(embeddings), device=embeddings.device)
+        query = F.normalize(embeddings, dim=1)
+        if ref_emb is None or ref_labels is None or (ref_emb is embeddings and ref_labels is labels):
+            return Sets(query, None, labels.long(), labels.long())
+        if ref_labels is labels:
+            remedy = "pytorch_metric_learning would leave out pair (i, i): pass ref_labels.clone() to count it."
+            bad_value("ref_labels", expected="a tensor of its own", got="labels", remedy=remedy)
+        check_features({"embeddings": embeddings, "ref_emb": ref_emb}, empty=False)
+        ref_labels = ref_labels.to(embeddings.device)
+        check_vector("ref_labels", ref_labels, length=len(ref_emb), device=embeddings.device)
+        return Sets(query, F.normalize(ref_emb, dim=1), labels.long(), ref_labels.long())
+
+    def _loss(self, x: Sets) -> Tensor:
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        return f"temperature={self.temperature}"
+
+
+class NTXentLoss(_Loss):
+    """The mean over all positive pairs of -log(exp(s_ap) / (exp(s_ap) + sum over negatives n of a of exp(s_an))).
+
+    A pair's denominator has none of the anchor's other positives. The negatives' log-sum-exps are tiles; positive pairs
+    are visited in chunks, none is kept: memory is linear in the batch, whatever the size of the classes.
+    """
+
+    def __init__(self, temperature: float = 0.07, **options: Any) -> None:
+        super().__init__(temperature, **options)
+
+    def _loss(self, x: Sets) -> Tensor:
+        scale = as_tensor(1 / self.temperature, x.query)
+        inputs = Inputs(x.query, x.key, scale, query_ids=x.query_labels, key_ids=x.key_labels)
+        results, unit = pair_stats(inputs, Task(cols=False), x.engine)
+        pairs = Positives.of(x.query_labels, x.key_labels, same_set=x.key is None)
+        key = x.query if x.key is None else x.key
+        total: Tensor = _PairLosses.apply(x.query, key, results["row"] * unit, pairs, float(scale))  # type: ignore[no-untyped-call]
+        return total / max(pairs.number, 1)
+
+
+class SupConLoss(_Loss):
+    """`contratile.sup_con`; anchors whose loss is 0, such as those without a positive, do not count in the mean."""
+
+    def __init__(self, temperature: float = 0.1, **options: Any) -> None:
+        super().__init__(temperature, **options)
+
+    def _loss(self, x: Sets) -> Tensor:
+        if x.key is None:
+            rows = sup_con(x.query, x.query_labels, self.temperature, group=None, reduction="none")
+        else:
+            classes = x.query_labels.unsqueeze(1), x.key_labels.unsqueeze(1)
+            scale = as_tensor(1 / self.temperature, x.query)
+            inputs = Inputs(x.query, x.key, scale, query_classes=classes[0], key_classes=classes[1])
+            results, unit = pair_stats(inputs, Task(cols=False), x.engine)
+            total, count = results["row_sums"][:, 0], results["row_counts"][:, 0]
+            rows = torch.where(count > 0, results["row"] - total / count.clamp(min=1), 0) * unit
+        counts = rows > 0
+        return torch.where(counts, rows, 0).sum() / counts.sum().clamp(min=1)
+
+
+class Positives(NamedTuple):
+    """All pairs of equal label, numbered anchor by anchor, without a list of them."""
+
+    order: Tensor  # [M] keys sorted by label
+    first: Tensor  # [N] where an anchor's positives begin in that order
+    ends: Tensor  # [N] the number of pairs up to and with an anchor's
+    same_set: bool
+    number: int
+    """Pairs that count: of an anchor with itself none does."""
+
+    @classmethod
+    def of(cls, query_labels: Tensor, key_labels: Tensor, *, same_set: bool) -> "Positives":
+        ordered, order = key_labels.sort(stable=True)
+        first, last = (torch.searchsorted(ordered, query_labels, right=right) for right in (False, True))
+        ends = (last - first).cumsum(0)
+        return cls(order, first, ends, same_set, int(ends[-1]) - same_set * len(query_labels))
+
+    def chunk(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Anchors and keys of the pairs from number `start` to `stop`."""
+        number = torch.arange(start, min(stop, int(self.ends[-1])), device=self.ends.device)
+        anchor = torch.searchsorted(self.ends, number, right=True)
+        before = torch.where(anchor > 0, self.ends[anchor - 1], 0)
+        key = self.order[self.first[anchor] + number - before]
+        return (anchor[anchor != key], key[anchor != key]) if self.same_set else (anchor, key)
+
+
+class _PairLosses(torch.autograd.Function):
+    """The sum over positive pairs of softplus(negatives' log-sum-exp - scale * <anchor, positive>)."""
+
+    CHUNK = 8192
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, negatives: Tensor, pairs: Positives, scale: float) -> Tensor:
+        ctx.save_for_backward(query, key, negatives)
+        ctx.pairs, ctx.scale = pairs, scale
+        total = negatives.new_zeros(())
+        for start in range(0, int(pairs.ends[-1]), _PairLosses.CHUNK):
+            a, p = pairs.chunk(start, start + _PairLosses.CHUNK)
+            score = (query[a].to(total.dtype) * key[p].to(total.dtype)).sum(1) * scale
+            total += F.softplus(negatives[a] - score).sum()
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, negatives = ctx.saved_tensors
+        acc = negatives.dtype
+        dquery, dkey = (torch.zeros_like(x, dtype=acc) for x in (query, key))
+        dnegatives = torch.zeros_like(negatives)
+        for start in range(0, int(ctx.pairs.ends[-1]), _PairLosses.CHUNK):
+            a, p = ctx.pairs.chunk(start, start + _PairLosses.CHUNK)
+            left, right = query[a].to(acc), key[p].to(acc)
+            slope = grad * torch.sigmoid(negatives[a] - (left * right).sum(1) * ctx.scale)
+            dnegatives.index_add_(0, a, slope)
+            slope = (-ctx.scale * slope).unsqueeze(1)
+            dquery.index_add_(0, a, slope * right)
+            dkey.index_add_(0, p, slope * left)
+        return dquery.to(query.dtype), dkey.to(key.dtype), dnegatives, None, None
