@@ -24,7 +24,7 @@ with quiet():
 def main(pairs: int = 3072, width: int = 256) -> None:
     torch.manual_seed(0)
     problem = Problem.make(pairs, width, scale=14.3)
-    inputs = problem.image, problem.text, problem.scale
+    inputs = problem.args
     bias = torch.tensor(-10.0, requires_grad=True)
 
     def step(loss: nn.Module, *inputs: Tensor) -> Callable[[], None]:

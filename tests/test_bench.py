@@ -121,10 +121,12 @@ def test_a_file_that_is_no_recording_is_refused(tmp_path: Path, capsys: pytest.C
         assert "expected a loss.json" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("m", "blocks"), [(None, 3 * 3), (40, 3 * 1), (150, 3 * 4)])
-def test_limit_does_the_work_of_four_products(m: int | None, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("m", "blocks", "products"), [(None, 3 * 3, 4), (40, 3 * 1, 4), (150, 3 * 4, 2)])
+def test_limit_does_the_work_of_its_products(
+    m: int | None, blocks: int, products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(harness.GemmLimit, "EDGE", 48)
-    limit = harness.GemmLimit(100, 8, m)
+    limit = harness.GemmLimit(100, 8, m, products=products)
     flops = []
     mm = torch.mm
 
@@ -134,7 +136,7 @@ def test_limit_does_the_work_of_four_products(m: int | None, blocks: int, monkey
 
     monkeypatch.setattr(torch, "mm", counted)
     limit()
-    assert len(flops) == 4 * blocks and sum(flops) == 4 * 2 * 100 * (m or 100) * 8
+    assert len(flops) == products * blocks and sum(flops) == products * 2 * 100 * (m or 100) * 8
 
 
 def test_everybody_is_compared_with_the_best_limit_of_all_turns() -> None:
@@ -158,19 +160,19 @@ def test_a_contestant_that_fails_is_out_with_its_reason() -> None:
 
 def test_what_does_not_fit_is_predicted_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "memory_bytes", lambda entry: harness.GiB)
-    peak = memory.measure("dense", 32768, 64, scale=1.0, threads=1, timeout=1)
+    peak = memory.measure(cases.CLIP, "dense", 32768, 64, scale=1.0, threads=1, timeout=1)
     assert peak.status.startswith("out of memory (predicted 16.") and peak.mib is None
     assert memory.no_room(cases.CONTESTANTS["contratile"].predicted_bytes(32768, 64)) is None
 
 
 def test_contestants_of_this_package_agree_with_the_reference() -> None:
     problem = cases.Problem.make(70, 8, scale=5.0)
-    truth = contratile.reference.clip_loss(problem.image, problem.text, problem.scale).item()
+    truth = contratile.reference.clip_loss(*problem.args).item()
     for name in ("contratile", "contratile_cached", "dense"):
         problem.clear()
-        value = cases.CONTESTANTS[name].load()(problem.image, problem.text, problem.scale)
+        value = cases.CONTESTANTS[name].load()(*problem.args)
         assert value.item() == pytest.approx(truth, rel=1e-5)
-        assert all(leaf.grad is not None for leaf in (problem.image, problem.text, problem.scale))
+        assert all(leaf.grad is not None for leaf in problem.args)
 
 
 @pytest.mark.peers
@@ -180,12 +182,12 @@ def test_peers_compute_the_same_loss(name: str) -> None:
 from contratile.bench.cases import *
 with quiet():
     problem = Problem.make(100, 256, scale=14.3)
-    value = CONTESTANTS[{name!r}].load()(problem.image, problem.text, problem.scale)
-    got = problem.image.grad, problem.text.grad
+    value = CONTESTANTS[{name!r}].load()(*problem.args)
+    got = [x.grad for x in problem.features]
     problem.clear()
-    truth = CONTESTANTS["dense"].load()(problem.image, problem.text, problem.scale)
+    truth = CONTESTANTS["dense"].load()(*problem.args)
 torch.testing.assert_close(value, truth, rtol=1e-5, atol=1e-6)
-torch.testing.assert_close(got, (problem.image.grad, problem.text.grad), rtol=1e-4, atol=1e-7)
+torch.testing.assert_close(got, [x.grad for x in problem.features], rtol=1e-4, atol=1e-7)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -129,9 +129,9 @@ def steps(names: tuple[str, ...]) -> list[tuple[Tensor, ...]]:
     with quiet():
         for name in names:
             problem = Problem.make(9, 24, scale=5.0, seed=dist.get_rank())
-            value = RING_CONTESTANTS[name].load()(problem.image, problem.text, problem.scale).clone()
+            value = RING_CONTESTANTS[name].load()(*problem.args).clone()
             dist.all_reduce(value)
-            grads = problem.image.grad, problem.text.grad
+            grads = (x.grad for x in problem.features)
             answers.append((value / dist.get_world_size(), *(x for x in grads if x is not None)))
     return answers
 

@@ -1,11 +1,12 @@
-"""The contestants: implementations of the symmetric contrastive loss, called the way their packages mean it.
+"""A case is a loss and its contestants; those here compute the symmetric loss, called the way their packages mean it.
 
-    step = CONTESTANTS["open_clip"].load()               # imports the package; ImportError if it is not there
-    value = step(image, text, scale)                     # forward and backward; gradients are in .grad
+    step = CLIP.contestants["open_clip"].load()          # imports the package; ImportError if it is not there
+    problem = CLIP.problem(1024, 256, scale=14.3)
+    value = step(*problem.args)                          # forward and backward; gradients are in .grad
 
-Features are [N, D] leaves, scale is a 0-d leaf. A step leaves the gradients of all three (a package with a fixed
-scale leaves two). `matrices` is the number of N x N fp32 matrices alive at once, `linear` the number of floats
-per row besides: both measured, and used only to predict what cannot run.
+Features are [N, D] leaves, scale is a 0-d leaf. A step leaves the gradients of all (a package with a fixed scale
+leaves those of features). `matrices` is the number of N x N fp32 matrices alive at once, `linear` the number of
+floats per row besides: both measured, and used only to predict what cannot run.
 """
 
 import contextlib
@@ -20,10 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contratile import clip_loss
+from contratile import clip_loss, reference
+from contratile.bench.harness import PRODUCTS
 
 MINI_BATCH = 1024
-Step = Callable[[Tensor, Tensor, Tensor], Tensor]
+Loss = Callable[..., Tensor]
+"""The value of a problem's arguments, to be differentiated."""
+Step = Callable[..., Tensor]
+"""Likewise, but it leaves the gradients in the arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,43 +46,73 @@ class Contestant:
     package: str | None = None
     """Its distribution, where that is not this one."""
 
+    oracle: Loss | None = None
+    """What it computes in terms of the reference, where that is not the loss of its case to the letter."""
+
     def predicted_bytes(self, n: int, d: int) -> float:
         return 4 * (self.matrices * n * n + (self.linear + 4 * d) * n)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """N pairs of unit features, of which a pair's own are a little more alike than others, and a scale."""
+    """What a loss is called with: features [N, D], and what else it takes."""
 
-    image: Tensor
-    text: Tensor
-    scale: Tensor
+    args: tuple[Tensor, ...]
 
     @classmethod
     def make(cls, n: int, d: int, *, scale: float, dtype: torch.dtype = torch.float32, seed: int = 0) -> "Problem":
+        """N pairs of unit features, of which a pair's own are a little more alike than others, and a scale."""
         random = torch.Generator().manual_seed(n + d + seed)
         image = F.normalize(torch.randn(n, d, generator=random), dim=1)
         text = torch.randn(n, d, generator=random).mul_(2 / d**0.5).add_(image)
         text = F.normalize(text, dim=1, out=text)
         image, text = image.to(dtype).requires_grad_(), text.to(dtype).requires_grad_()
-        return cls(image, text, torch.tensor(scale, requires_grad=True))
+        return cls((image, text, torch.tensor(scale, requires_grad=True)))
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """What needs a gradient."""
+        return [x for x in self.args if x.requires_grad]
+
+    @property
+    def features(self) -> list[Tensor]:
+        return [x for x in self.leaves if x.ndim == 2]
 
     def clear(self) -> None:
-        self.image.grad = self.text.grad = self.scale.grad = None
+        for leaf in self.leaves:
+            leaf.grad = None
 
     def double(self) -> "Problem":
         """The same numbers in fp64."""
-        image, text, scale = (x.detach().double().requires_grad_() for x in (self.image, self.text, self.scale))
-        return Problem(image, text, scale)
+        return Problem(tuple(x.detach().double().requires_grad_() if x.requires_grad else x for x in self.args))
 
     def bind(self, step: Step) -> Callable[[], Tensor]:
         """A step on this problem, whose gradients are dropped before each call, as an optimiser would."""
 
         def call() -> Tensor:
             self.clear()
-            return step(self.image, self.text, self.scale)
+            return step(*self.args)
 
         return call
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A loss with everybody who computes it."""
+
+    name: str
+    contestants: dict[str, Contestant]
+    oracle: Loss
+    """Of `contratile.reference`, in terms of a problem's arguments."""
+
+    problem: Callable[..., Problem] = Problem.make
+    """Of n, d and keywords scale, dtype."""
+
+    views: int = 1
+    """The scores have so many times N rows and columns."""
+
+    products: int = PRODUCTS
+    """Matrix products of that size that a step needs which keeps no scores: half as many if scores are symmetric."""
 
 
 @contextlib.contextmanager
@@ -89,11 +124,11 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def backward(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Step:
+def backward(loss: Loss) -> Step:
     """The step of a loss: its value, and its gradients."""
 
-    def step(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
-        value = loss(image, text, scale)
+    def step(*args: Tensor) -> Tensor:
+        value = loss(*args)
         value.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         return value.detach()
 
@@ -157,7 +192,7 @@ def inf_cl_ring() -> Step:
     return backward(loss)
 
 
-def _sentence_transformers() -> Step:
+def sentence_transformers_cached() -> Step:
     """The loss stage of the cached loss: chunks of rows, each run backward at once, gradients in place."""
     cure_torchvision()
     from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
@@ -264,7 +299,7 @@ _ALL = (
     ),
     Contestant(
         name="sentence_transformers",
-        load=_sentence_transformers,
+        load=sentence_transformers_cached,
         about=f"CachedMultipleNegativesRankingLoss, both directions, mini-batch {MINI_BATCH}, fixed scale: 6 products",
         linear=11 * MINI_BATCH,
         package="sentence-transformers",
@@ -285,4 +320,10 @@ _ALL = (
 )
 
 CONTESTANTS = {contestant.name: contestant for contestant in _ALL}
-PACKAGES = tuple(contestant.package for contestant in _ALL if contestant.package)
+CLIP = Case(name="clip", contestants=CONTESTANTS, oracle=reference.clip_loss)
+
+
+def packages(*cases: Case) -> tuple[str, ...]:
+    """The distributions that take part, in the order of their first appearance."""
+    everybody = (contestant for case in cases for contestant in case.contestants.values())
+    return tuple(dict.fromkeys(contestant.package for contestant in everybody if contestant.package))

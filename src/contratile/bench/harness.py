@@ -37,21 +37,22 @@ Notify = Callable[[str], None]
 
 
 class GemmLimit:
-    """The four matrix products of a step, N rows against M columns (default: N), and nothing else.
+    """The matrix products of a step, by default four, N rows against M columns (default: N), and nothing else.
 
     They are done in blocks of up to 4096 x 4096 x D.
     """
 
     EDGE = 4096
 
-    def __init__(self, n: int, d: int, m: int | None = None) -> None:
+    def __init__(self, n: int, d: int, m: int | None = None, *, products: int = PRODUCTS) -> None:
+        self.products = products
         self.rows, self.cols = ([min(self.EDGE, x - at) for at in range(0, x, self.EDGE)] for x in (n, m or n))
         self.a = torch.randn(self.rows[0], d)
         self.b = torch.randn(self.cols[0], d)
         self.out = torch.empty(self.rows[0] * self.cols[0])
 
     def __call__(self) -> None:
-        for _ in range(PRODUCTS):
+        for _ in range(self.products):
             for rows in self.rows:
                 for cols in self.cols:
                     out = self.out[: rows * cols].view(rows, cols)

@@ -3,10 +3,12 @@
     recording = run(LossConfig(sizes=(1024, 2048), dims=(256,)), command="...")
     save(recording, config.out)
 
+`measure` does it for any case; `run` for that of the symmetric loss.
+
 A contestant that is not installed, fails, would take too long or does not fit becomes a row that says so.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -14,9 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from contratile import reference
 from contratile.bench import memory
-from contratile.bench.cases import CONTESTANTS, PACKAGES, Problem, Step, quiet
+from contratile.bench.cases import CLIP, CONTESTANTS, Case, Problem, Step, packages, quiet
 from contratile.bench.config import BenchConfig
 from contratile.bench.harness import GemmLimit, Notify, Timing, describe, environment, interleave, unknown
 from contratile.bench.rows import LossRow, Recording, provenance
@@ -55,6 +56,11 @@ class LossConfig(BenchConfig):
             for value in values:
                 check_count(name, value, least=1)
 
+    @property
+    def all_sizes(self) -> list[int]:
+        """Timed or measured for memory, ascending."""
+        return sorted({*self.sizes, *self.memory_sizes})
+
 
 QUICK = LossConfig(
     sizes=(1024, 2048, 4096),
@@ -78,36 +84,52 @@ class Errors(NamedTuple):
 def run(config: LossConfig, *, command: str, notify: Notify = lambda text: None) -> Recording[LossRow]:
     """Measure everything that the config asks for."""
     torch.set_num_threads(config.threads)
-    facts = environment(PACKAGES)
+    facts = environment(packages(CLIP))
     rows: list[LossRow] = []
-    sizes = sorted({*config.sizes, *config.memory_sizes})
-    total = len(config.dims) * len(sizes) * len(config.contestants)
-    for d in config.dims:
-        bench = _Dimension(config, d, lambda text: notify(f"{len(rows)} of {total} rows done · {text}"))
-        for n in sizes:
-            timed = bench.time(n) if n in config.sizes else {}
-            for name in config.contestants:
-                rows.append(_row(config, bench, name, n, timed, facts, command))
+    total = len(config.dims) * len(config.all_sizes) * len(config.contestants)
+
+    def progress(text: str) -> None:
+        notify(f"{len(rows)} of {total} rows done · {text}")
+
+    rows.extend(measure(CLIP, config, config.contestants, facts, command, progress))
     return Recording(tuple(rows), facts, command)
 
 
-class _Dimension:
-    """The contestants at one D, and what is learned about them from size to size."""
+def measure(
+    case: Case,
+    config: LossConfig,
+    contestants: Sequence[str],
+    facts: dict[str, str],
+    command: str,
+    notify: Notify,
+) -> Iterator[LossRow]:
+    """The rows of one case, at every D and N."""
+    for d in config.dims:
+        bench = _Dimension(case, config, contestants, d, notify)
+        for n in config.all_sizes:
+            timed = bench.time(n) if n in config.sizes else {}
+            for name in contestants:
+                yield _row(config, bench, name, n, timed, facts, command)
 
-    def __init__(self, config: LossConfig, d: int, notify: Notify) -> None:
-        self.config, self.d, self.notify = config, d, notify
+
+class _Dimension:
+    """The contestants of a case at one D, and what is learned about them from size to size."""
+
+    def __init__(self, case: Case, config: LossConfig, contestants: Sequence[str], d: int, notify: Notify) -> None:
+        self.case, self.config, self.d = case, config, d
+        self.notify: Notify = lambda text: notify(f"{case.name}: {text}" if case is not CLIP else text)
         self.steps: dict[str, Step] = {}
         self.failed: dict[str, str] = {}
         self.pace: dict[str, float] = {}  # seconds per pair of rows
         self.errors: dict[tuple[str, int], Errors] = {}
-        for name in config.contestants:
-            if name not in CONTESTANTS:
-                self.failed[name] = unknown(CONTESTANTS)
+        for name in contestants:
+            if name not in case.contestants:
+                self.failed[name] = unknown(case.contestants)
                 continue
-            notify(f"loading {name}")
+            self.notify(f"loading {name}")
             try:
                 with quiet():
-                    self.steps[name] = CONTESTANTS[name].load()
+                    self.steps[name] = case.contestants[name].load()
             except Exception as error:
                 self.failed[name] = describe(error)
 
@@ -118,7 +140,7 @@ class _Dimension:
         expected = self.pace.get(name, 0.0) * n * n
         if expected > self.config.patience:
             return f"skipped (a step would take about {expected:.0f} s)"
-        return memory.no_room(CONTESTANTS[name].predicted_bytes(n, self.d))
+        return memory.no_room(self.case.contestants[name].predicted_bytes(n, self.d))
 
     def time(self, n: int) -> dict[str, Timing]:
         """Errors, a warm-up, then the rounds."""
@@ -132,7 +154,7 @@ class _Dimension:
                     self.notify(f"{name}: errors against fp64")
                     self._check(name, n if n <= EXACT_UP_TO else SAMPLE)
                     self.notify(f"{name}: warm-up at N={n} D={self.d}")
-                    dtype = CONTESTANTS[name].dtype
+                    dtype = self.case.contestants[name].dtype
                     if dtype not in problems:
                         problems[dtype] = self._problem(n, dtype)
                     runs[name] = problems[dtype].bind(self.steps[name])
@@ -140,7 +162,7 @@ class _Dimension:
             except Exception as error:
                 runs.pop(name, None)
                 self.failed[name] = describe(error)
-        limit = GemmLimit(n, self.d)
+        limit = GemmLimit(self.case.views * n, self.d, products=self.case.products)
         where = f" at N={n} D={self.d}"
         timings = interleave(runs, limit, rounds=self.config.rounds, notify=lambda text: self.notify(text + where))
         for name, timing in timings.items():
@@ -151,17 +173,18 @@ class _Dimension:
         return timings
 
     def _problem(self, n: int, dtype: torch.dtype) -> Problem:
-        return Problem.make(n, self.d, scale=self.config.scale, dtype=dtype)
+        return self.case.problem(n, self.d, scale=self.config.scale, dtype=dtype)
 
     def _check(self, name: str, n: int) -> None:
         if (name, n) in self.errors:
             return
-        problem = self._problem(n, CONTESTANTS[name].dtype)
+        contestant = self.case.contestants[name]
+        problem = self._problem(n, contestant.dtype)
         exact = problem.double()
-        value = self.steps[name](problem.image, problem.text, problem.scale)
-        truth = reference.clip_loss(exact.image, exact.text, exact.scale)
+        value = self.steps[name](*problem.args)
+        truth = (contestant.oracle or self.case.oracle)(*exact.args)
         truth.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        pairs = ((problem.image.grad, exact.image.grad), (problem.text.grad, exact.text.grad))
+        pairs = ((got.grad, true.grad) for got, true in zip(problem.features, exact.features, strict=True))
         grad = max(_relative(got, true) for got, true in pairs if got is not None and true is not None)
         self.errors[name, n] = Errors(_relative(value, truth.detach()), grad, n)
 
@@ -179,7 +202,7 @@ def _row(
     facts: dict[str, str],
     command: str,
 ) -> LossRow:
-    timing = timed.get(name)
+    timing, known = timed.get(name), bench.case.contestants
     done = timing if timing is not None and timing.steps else None
     obstacle = bench.failed.get(name) if done else bench.obstacle(name, n)
     status = obstacle or ("ok" if n in config.sizes else "memory only")
@@ -187,7 +210,9 @@ def _row(
     if n in config.memory_sizes and obstacle is None:
         bench.notify(f"{name}: peak memory at N={n} D={bench.d}, in a process of its own")
         patience = 120 + 10 * config.patience  # it imports and compiles for itself
-        peak = memory.measure(name, n, bench.d, scale=config.scale, threads=config.threads, timeout=patience)
+        peak = memory.measure(
+            bench.case, name, n, bench.d, scale=config.scale, threads=config.threads, timeout=patience
+        )
         status = status if peak.status == "ok" else peak.status
     ours = timed.get("contratile")
     errors = bench.errors.get((name, n if n <= EXACT_UP_TO else SAMPLE)) if n in config.sizes else None
@@ -195,7 +220,7 @@ def _row(
         contestant=name,
         n=n,
         d=bench.d,
-        dtype=str(CONTESTANTS[name].dtype).removeprefix("torch.") if name in CONTESTANTS else "",
+        dtype=str(known[name].dtype).removeprefix("torch.") if name in known else "",
         status=status,
         seconds_best=done.best if done else None,
         seconds_median=done.median if done else None,

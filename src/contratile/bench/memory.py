@@ -1,6 +1,6 @@
 """Peak memory of one step, measured in a process of its own.
 
-    python -m contratile.bench.memory --contestant dense --n 4096 --d 512
+    python -m contratile.bench.memory --case clip --contestant dense --n 4096 --d 512
 
 prints one JSON object, {"status": "ok", "peak_extra_mib": 193.2}: resident memory at its highest during the step,
 less what was resident before it (features included), less the gradients that it returns. Linux only, as it needs
@@ -13,12 +13,15 @@ import gc
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from contratile.bench.cases import CONTESTANTS, Problem, Step, quiet
+from contratile.bench.cases import Case, Contestant, Problem, Step, quiet
+from contratile.bench.family_cases import CASES
 from contratile.bench.harness import GiB, describe, memory_bytes
 
 MiB = 1 << 20
@@ -34,12 +37,12 @@ class Peak(NamedTuple):
     mib: float | None = None
 
 
-def measure(contestant: str, n: int, d: int, *, scale: float, threads: int, timeout: float) -> Peak:
+def measure(case: Case, contestant: str, n: int, d: int, *, scale: float, threads: int, timeout: float) -> Peak:
     """A point in a fresh process; what would not fit is predicted instead of tried."""
-    refusal = no_room(CONTESTANTS[contestant].predicted_bytes(n, d))
+    refusal = no_room(case.contestants[contestant].predicted_bytes(n, d))
     if refusal:
         return Peak(refusal)
-    words = f"--contestant {contestant} --n {n} --d {d} --scale {scale} --threads {threads}".split()
+    words = f"--case {case.name} --contestant {contestant} --n {n} --d {d} --scale {scale} --threads {threads}".split()
     try:
         done = subprocess.run(
             [sys.executable, "-m", "contratile.bench.memory", *words], capture_output=True, text=True, timeout=timeout
@@ -63,22 +66,22 @@ def no_room(needed: float) -> str | None:
     return None
 
 
-def peak(contestant: str, n: int, d: int, scale: float) -> Peak:
+def peak(case: Case, contestant: Contestant, n: int, d: int, scale: float) -> Peak:
     """The measurement, in this process."""
-    case = CONTESTANTS[contestant]
     try:
         with quiet():
-            step = case.load()
-            warm_up(step, d, scale=scale, dtype=case.dtype)
-            return extra_peak(step, Problem.make(n, d, scale=scale, dtype=case.dtype))
+            step = contestant.load()
+            make = partial(case.problem, d=d, scale=scale, dtype=contestant.dtype)
+            warm_up(step, make)
+            return extra_peak(step, make(n))
     except Exception as error:
         return Peak(describe(error))
 
 
-def warm_up(step: Step, d: int, *, scale: float, dtype: torch.dtype) -> None:
+def warm_up(step: Step, make: Callable[[int], Problem]) -> None:
     """Threads, connections, workspaces of BLAS and compiled code are there before the first step of any size."""
     for rows in (WARM_UP // 2, WARM_UP):
-        Problem.make(rows, d, scale=scale, dtype=dtype).bind(step)()
+        make(rows).bind(step)()
 
 
 def extra_peak(step: Step, problem: Problem, *, processes: int = 1) -> Peak:
@@ -92,8 +95,7 @@ def extra_peak(step: Step, problem: Problem, *, processes: int = 1) -> Peak:
     before = status_bytes("VmRSS")
     problem.bind(step)()
     after = status_bytes("VmHWM")
-    leaves = (problem.image, problem.text, problem.scale)
-    gradients = sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None)
+    gradients = sum(leaf.grad.nbytes for leaf in problem.leaves if leaf.grad is not None)
     return Peak("ok", max(0.0, (after - before - gradients) / MiB))
 
 
@@ -126,14 +128,18 @@ def _limit_address_space(processes: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m contratile.bench.memory", description=__doc__)
-    parser.add_argument("--contestant", choices=CONTESTANTS, required=True)
+    parser.add_argument("--case", choices=CASES, default="clip")
+    parser.add_argument("--contestant", required=True)
     parser.add_argument("--n", type=int, required=True)
     parser.add_argument("--d", type=int, required=True)
     parser.add_argument("--scale", type=float, default=14.3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    status, mib = peak(options.contestant, options.n, options.d, options.scale)
+    case = CASES[options.case]
+    if options.contestant not in case.contestants:
+        parser.error(f"--contestant: expected one of {', '.join(case.contestants)}")
+    status, mib = peak(case, case.contestants[options.contestant], options.n, options.d, options.scale)
     print(json.dumps({"status": status, "peak_extra_mib": mib}))
 
 

@@ -1,6 +1,7 @@
 """Plots of recorded rows.
 
     memory_png, time_png = draw(load(Path("bench-loss/loss.json")), Path("bench-loss"))
+    (family_png,) = draw(load(Path("bench-family/family.json")), Path("bench-family"))
     (ring_png,) = draw(load(Path("bench-ring/ring.json")), Path("bench-ring"))
 
 Every marker is a measurement. What was not measured is dashed and its label says so.
@@ -10,10 +11,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from contratile.bench.rows import LossRow, Recording, RingRow, Row, threads
+from contratile.bench.rows import FamilyRow, LossRow, Recording, RingRow, Row, threads
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, told apart by the colour-blind; markers tell the lines apart without any colour.
 _STYLES: dict[str, dict[str, Any]] = {
@@ -33,6 +35,8 @@ _STYLES: dict[str, dict[str, Any]] = {
 _LABELS = {
     "contratile_cached": "contratile, tiles cached",
     "contratile_bf16": "contratile, bf16 features",
+    "contratile_ids": "contratile, ids",
+    "contratile_margin": "contratile, margin",
     "dense": "dense (N x N logits)",
     "open_clip": "open_clip ClipLoss",
     "inf_cl_ring": "inf-cl ring (PyTorch path)",
@@ -42,6 +46,18 @@ _LABELS = {
     "open_clip_grad": "open_clip, gather_with_grad",
     "open_clip_local": "open_clip, local_loss + grad",
     "disco": "DisCo-style gather",
+}
+_FAMILY_LABELS = _LABELS | {
+    "nt_xent": "nt_xent (2N views)",
+    "siglip": "siglip_loss",
+    "multiple_negatives": "multiple negatives, both ways",
+    "dense": "dense reference",
+    "lightly": "lightly NTXentLoss",
+    "pytorch_metric_learning": "pytorch-metric-learning SupConLoss",
+    "open_clip": "open_clip SigLipLoss",
+    "sentence_transformers": "sentence-transformers",
+    "sentence_transformers_cached": "sentence-transformers cached",
+    "info_nce_pytorch": "info-nce-pytorch",
 }
 Point = tuple[int, float]
 
@@ -55,8 +71,10 @@ class Panel(NamedTuple):
 
 
 def draw(recording: Recording[Any], folder: Path) -> tuple[Path, ...]:
-    """Write ring.png, or loss_memory.png and loss_time.png."""
-    return _draw_ring(recording, folder) if recording.kind == "ring" else _draw_loss(recording, folder)
+    """Write ring.png, family.png, or loss_memory.png and loss_time.png."""
+    make: dict[str, Callable[[Recording[Any], Path], tuple[Path, ...]]]
+    make = {"loss": _draw_loss, "family": _draw_family, "ring": _draw_ring}
+    return make[recording.kind](recording, folder)
 
 
 def _draw_loss(recording: Recording[LossRow], folder: Path) -> tuple[Path, ...]:
@@ -94,6 +112,104 @@ def _draw_ring(recording: Recording[RingRow], folder: Path) -> tuple[Path, ...]:
     path = folder / "ring.png"
     _figure(grid, title, threads(recording), recording.environment, path)
     return (path,)
+
+
+def _draw_family(recording: Recording[FamilyRow], folder: Path) -> tuple[Path, ...]:
+    """One figure: for each D time and memory of all contestants, loss by loss from top to bottom."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    dims = sorted({row.d for row in recording.rows})
+    lines = _family_lines(recording.rows)
+    figure = Figure(figsize=(12.0, (0.27 * len(lines) + 1.3) * len(dims) + 0.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(len(dims), 2, squeeze=False, sharey=True)
+    for (left, right), d in zip(grid, dims, strict=True):
+        rows = [row for row in recording.rows if row.d == d]
+        _ratio_panel(left, rows, lines)
+        _footprint_panel(right, rows, lines)
+        for axes in (left, right):
+            axes.grid(True, axis="x", color="#dddddd", linewidth=0.7)
+            axes.set_axisbelow(True)
+            axes.minorticks_off()
+            axes.spines[["top", "right", "left"]].set_visible(False)
+            axes.tick_params(axis="y", length=0)
+            axes.set_xlabel(f"{axes.get_xlabel()}, D = {d}")
+    left = grid[0][0]
+    named = [contestant or loss for loss, contestant in lines]
+    left.set_yticks(range(len(lines)), [_FAMILY_LABELS.get(name, name) for name in named])
+    for label, (_, contestant) in zip(left.get_yticklabels(), lines, strict=True):
+        label.set_fontweight("bold" if contestant is None else "normal")
+    left.set_ylim(len(lines) - 0.5, -0.7)
+    path = folder / "family.png"
+    title = "Each loss and the package people use for it, forward + backward"
+    _finish(figure, left, title, threads(recording), recording.environment, path)
+    return (path,)
+
+
+def _family_lines(rows: Sequence[FamilyRow]) -> list[tuple[str, str | None]]:
+    """The lines of the figure: of each loss its name, None, and its contestants that were measured at all."""
+    lines: dict[tuple[str, str | None], None] = {}
+    for row in rows:
+        if row.seconds_best or row.peak_extra_mib is not None:
+            lines |= {(row.loss, None): None, (row.loss, row.contestant): None}
+    return list(lines)
+
+
+def _family_color(row: FamilyRow) -> str:
+    ours = row.contestant.startswith("contratile")
+    return str(_STYLES["contratile" if ours else "open_clip" if row.package else "dense"]["color"])
+
+
+def _ratio_panel(axes: "Axes", rows: Sequence[FamilyRow], lines: list[tuple[str, str | None]]) -> None:
+    """Time over ours at the largest size that was timed, with the limit of each loss as a bar before its lines."""
+    n = max((row.n for row in rows if row.ratio_to_contratile), default=0)
+    axes.axvline(1, color=_STYLES["contratile"]["color"], linewidth=0.8)
+    axes.set_xscale("log")
+    for row in rows:
+        ratio = row.ratio_to_contratile
+        if row.n != n or not ratio or not row.seconds_best or not row.limit_seconds:
+            continue
+        y, color = lines.index((row.loss, row.contestant)), _family_color(row)
+        axes.plot([1, max(1, ratio)], [y, y], color=color, linewidth=1.2, alpha=0.5)
+        axes.plot(ratio, y, "o", color=color, markersize=7)
+        times = _seconds(float(f"{row.seconds_best:.3g}"))
+        text = times if row.contestant == "contratile" else f"{ratio:.2g}x  {times}"
+        axes.annotate(text, (ratio, y), xytext=(7, 0), textcoords="offset points", va="center", fontsize="small")
+        if row.contestant == "contratile":
+            axes.plot(row.limit_seconds / row.seconds_best, y, "|", color="#777777", markersize=13, markeredgewidth=2)
+            views = "N" if row.views == 1 else f"{row.views}N"
+            limit = f"limit (grey): {row.products} products of {views} x {views}"
+            where = (1.0, lines.index((row.loss, None)))
+            axes.annotate(limit, where, xytext=(7, 0), textcoords="offset points", va="center", fontsize="small")
+    low, high = axes.get_xlim()
+    axes.set_xlim(min(low, 0.45), max(3.0, high) * 1.9)  # room for what is written beside the last point
+    ticks = [tick for tick in (0.25, 0.5, 1, 2, 4, 8, 16, 32, 64) if axes.get_xlim()[0] <= tick <= axes.get_xlim()[1]]
+    axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
+    axes.set_xlabel(f"time over contratile's, N = {_count(n)}")
+
+
+def _footprint_panel(axes: "Axes", rows: Sequence[FamilyRow], lines: list[tuple[str, str | None]]) -> None:
+    """Peak memory: filled where times are compared, hollow at the largest size of all."""
+    least = 1.0  # MiB; below it the measurement is that of a few pages
+    timed = max((row.n for row in rows if row.ratio_to_contratile), default=0)
+    most = max((row.n for row in rows if row.peak_extra_mib is not None), default=0)
+    axes.set_xscale("log", base=4)
+    for row in rows:
+        if row.peak_extra_mib is None or row.n not in (timed, most):
+            continue
+        y, color, filled = lines.index((row.loss, row.contestant)), _family_color(row), row.n == timed
+        mib = max(least, row.peak_extra_mib)
+        axes.plot(mib, y, "o", color=color, markersize=7, markerfacecolor=color if filled else "white")
+        if filled or row.contestant == "contratile":
+            text, side = _bytes(float(f"{mib:.3g}")), -1 if filled else 1
+            place: Any = {"xytext": (7 * side, 0), "ha": "left" if side > 0 else "right", "va": "center"}
+            axes.annotate(text, (mib, y), textcoords="offset points", fontsize="small", **place)
+    low, high = axes.get_xlim()
+    axes.set_xlim(low / 4, high * 4)
+    axes.xaxis.set_major_formatter(lambda mib, _: _bytes(mib))
+    sizes = f"N = {_count(timed)}" + (f" (filled) and {_count(most)} (hollow)" if most > timed else "")
+    axes.set_xlabel(f"peak extra memory, {sizes}")
 
 
 def _compared(rows: Sequence[RingRow]) -> int:
@@ -207,9 +323,14 @@ def _figure(grid: list[list[Panel]], title: str, threads_used: str, facts: dict[
             for axes in row_of_axes[1:]:
                 axes.set_ylabel("")
     figure.legend(named.values(), named.keys(), loc="outside right center", frameon=False)
+    _finish(figure, axes_grid[0][0], title, threads_used, facts, path)
+
+
+def _finish(figure: "Figure", first: "Axes", title: str, threads_used: str, facts: dict[str, str], path: Path) -> None:
+    """Title and hardware, and the file."""
     figure.suptitle(title, fontsize="large", fontweight="bold", x=0.01, ha="left")
     hardware = f"{facts['cpu']}, {threads_used}, torch {facts['torch']}, commit {facts['commit']}"
-    axes_grid[0][0].set_title(hardware, fontsize="small", color="#555555", loc="left")
+    first.set_title(hardware, fontsize="small", color="#555555", loc="left")
     draft = path.with_name(f".{path.name}.part")
     figure.savefig(draft, dpi=150, format="png")
     draft.replace(path)
@@ -220,7 +341,7 @@ def _count(n: int) -> str:
 
 
 def _bytes(mib: float) -> str:
-    return f"{mib / 1024:g} GiB" if mib >= 1024 else f"{mib:g} MiB" if mib >= 1 else f"{mib * 1024:g} KiB"
+    return f"{mib / 1024:.3g} GiB" if mib >= 1024 else f"{mib:g} MiB" if mib >= 1 else f"{mib * 1024:g} KiB"
 
 
 def _seconds(seconds: float) -> str:

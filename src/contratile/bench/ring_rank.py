@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -83,7 +84,7 @@ class Point:
                 self.steps[name] = RING_CONTESTANTS[name].load()
         for name in self.found:
             with self.under_way(name, "memory and traffic"):
-                warm_up(self.steps[name], self.d, scale=self.options.scale, dtype=torch.float32)
+                warm_up(self.steps[name], partial(Problem.make, d=self.d, scale=self.options.scale))
                 self.weigh(name)
             self.report(name)
         if self.options.rounds:

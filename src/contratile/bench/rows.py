@@ -32,7 +32,7 @@ class Row:
     seconds_best: float | None = None
     seconds_median: float | None = None
     limit_seconds: float | None = None
-    """Best time of four matrix products of this size, measured between the turns of all contestants."""
+    """Best time of the matrix products of a step, four unless said, measured between the turns of all contestants."""
 
     percent_of_limit: float | None = None
     ratio_to_contratile: float | None = None
@@ -58,6 +58,21 @@ class LossRow(Row):
 
     error_n: int | None = None
     """Pairs of the problem on which the errors were taken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyRow(LossRow):
+    """A row of `bench family`: one of several losses."""
+
+    loss: str
+    package: str | None = None
+    """The distribution whose loss it is, where that is not this one."""
+
+    views: int
+    """The scores have so many times N rows and columns."""
+
+    products: int
+    """Matrix products of that size in the limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +107,7 @@ class RingRow(Row):
     """The same if only the exposed seconds were: an upper bound."""
 
 
-ROWS: dict[str, type[Row]] = {"loss": LossRow, "ring": RingRow}
+ROWS: dict[str, type[Row]] = {"loss": LossRow, "family": FamilyRow, "ring": RingRow}
 R = TypeVar("R", bound=Row)
 
 
@@ -143,5 +158,5 @@ def load(path: Path) -> Recording[Any]:
         rows = tuple(ROWS[kind](**row) for row in recorded["rows"])
         return Recording(rows, recorded["environment"], recorded["command"], kind)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        expected = "expected a loss.json or ring.json written by `contratile bench`"
+        expected = "expected a loss.json, family.json or ring.json written by `contratile bench`"
         raise ValueError(f"{path}: {expected}, got {error!r}") from error

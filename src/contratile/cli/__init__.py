@@ -39,6 +39,12 @@ COMMANDS = (
         "contratile bench loss --quick --out results",
     ),
     Command(
+        "bench family",
+        "time, memory and accuracy of each loss against the package people use for it",
+        "contratile.cli.bench:family",
+        "contratile bench family --quick --out results",
+    ),
+    Command(
         "bench ring",
         "time, memory and traffic of the loss over ranks against other ways to compute it",
         "contratile.cli.bench:ring",

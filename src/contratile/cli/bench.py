@@ -1,4 +1,4 @@
-"""`contratile bench loss`, `bench ring` and `bench plot`: run a benchmark, show it, draw it."""
+"""`contratile bench loss`, `bench family`, `bench ring` and `bench plot`: run a benchmark, show it, draw it."""
 
 import argparse
 import shlex
@@ -23,6 +23,13 @@ def loss(argv: Sequence[str]) -> int:
     from contratile.bench.loss import QUICK, LossConfig, run
 
     return _measure("bench loss", argv, LossConfig(), QUICK, run)
+
+
+def family(argv: Sequence[str]) -> int:
+    """Each loss in one process against the package people use for it."""
+    from contratile.bench.family import QUICK, FamilyConfig, run
+
+    return _measure("bench family", argv, FamilyConfig(), QUICK, run)
 
 
 def ring(argv: Sequence[str]) -> int:
@@ -69,7 +76,9 @@ def _measure(name: str, argv: Sequence[str], default: C, quick: C, run: "Callabl
 def plot(argv: Sequence[str]) -> int:
     """Draw recorded rows again."""
     parser = argparse.ArgumentParser(prog="contratile bench plot", description="Draw the plots of a recorded run.")
-    parser.add_argument("results", type=Path, help="a loss.json or ring.json written by `contratile bench`")
+    parser.add_argument(
+        "results", type=Path, help="a loss.json, family.json or ring.json written by `contratile bench`"
+    )
     parser.add_argument("--out", type=Path, help="folder for the plots (default: that of the results)")
     options = parser.parse_args(argv)
     if _missing("bench plot"):

@@ -1,17 +1,19 @@
 """What `contratile bench` prints: tables of recorded rows, and a line for each thing that was not measured."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from contratile.bench.rows import LossRow, Recording, RingRow, Row, threads
+from contratile.bench.rows import FamilyRow, LossRow, Recording, RingRow, Row, threads
 
 TIMES = (
     "seconds: best and median of the rounds; % limit: time of four plain matrix products over best; x ours: best over "
     "contratile's; "
 )
+REST = "MiB: peak beyond inputs and gradients; errors: relative, against fp64"
+LOSS_HEADINGS = ("N", "contestant", "best", "median", "% limit", "x ours", "MiB", "err loss", "err grad")
 PAPER_RANKS = 8
 PAPER = (
     "for comparison of the form only, the paper's own figures (Inf-CL, ViT-L/14 on 8 A800 GPUs, GB): batch 32k "
@@ -20,8 +22,10 @@ PAPER = (
 
 
 def tables(recording: Recording[Any]) -> list[Table]:
-    """The tables of either benchmark."""
-    return _ring_tables(recording) if recording.kind == "ring" else _loss_tables(recording)
+    """The tables of a benchmark."""
+    make: dict[str, Callable[[Recording[Any]], list[Table]]]
+    make = {"loss": _loss_tables, "family": _family_tables, "ring": _ring_tables}
+    return make[recording.kind](recording)
 
 
 def notes(recording: Recording[Any]) -> list[str]:
@@ -29,7 +33,9 @@ def notes(recording: Recording[Any]) -> list[str]:
     sizes: dict[tuple[str, str, str], list[str]] = {}
     for row in recording.rows:
         if row.status not in ("ok", "memory only"):
-            place = f"D={row.d}" if recording.kind == "loss" else f"D={row.d}, P={row.world}"
+            place = f"D={row.d}"
+            if recording.kind != "loss":
+                place = f"{place}, P={row.world}" if recording.kind == "ring" else f"{row.loss}, {place}"
             sizes.setdefault((row.contestant, place, row.status), []).append(str(row.n))
     return [f"{name}, {place}, N={', '.join(ns)}: {status}" for (name, place, status), ns in sizes.items()]
 
@@ -38,11 +44,7 @@ def _loss_tables(recording: Recording[LossRow]) -> list[Table]:
     """A table for each D: sizes below each other, contestants from fast to slow."""
     made = []
     for d in sorted({row.d for row in recording.rows}):
-        table = _table(
-            f"D = {d} · {_hardware(recording)}",
-            ("N", "contestant", "best", "median", "% limit", "x ours", "MiB", "err loss", "err grad"),
-            TIMES + "MiB: peak beyond inputs and gradients; errors: relative, against fp64",
-        )
+        table = _table(f"D = {d} · {_hardware(recording)}", LOSS_HEADINGS, TIMES + REST)
         _fill(table, [row for row in recording.rows if row.d == d], _loss_cells)
         made.append(table)
     return made
@@ -50,6 +52,34 @@ def _loss_tables(recording: Recording[LossRow]) -> list[Table]:
 
 def _loss_cells(row: Any) -> list[str]:
     return [_show(row.peak_extra_mib, "{:.1f}"), _show(row.error_value, "{:.0e}"), _show(row.error_grad, "{:.0e}")]
+
+
+def _family_tables(recording: Recording[FamilyRow]) -> list[Table]:
+    """For each loss and D a table like that of one loss, and at the end all losses against their peers."""
+    made = []
+    for loss, d in dict.fromkeys((row.loss, row.d) for row in recording.rows):
+        rows = [row for row in recording.rows if (row.loss, row.d) == (loss, d)]
+        limit = f"limit: {rows[0].products} products of {_rows_of(rows[0])} x {_rows_of(rows[0])} x D"
+        made.append(_table(f"{loss}, D = {d} · {limit}", LOSS_HEADINGS, None))
+        _fill(made[-1], rows, _loss_cells)
+    headings = ("loss", "D", "N", "ours", "% limit", "MiB", "contestant", "best", "x ours", "MiB")
+    summary = _table(f"against their peers · {_hardware(recording)}", headings, None)
+    ours = {(row.loss, row.d, row.n): row for row in recording.rows if row.contestant == "contratile"}
+    for row in recording.rows:
+        our = ours.get((row.loss, row.d, row.n))
+        if row.package and our and (row.seconds_best or row.peak_extra_mib is not None):
+            mine = _show(our.seconds_best, "{:.3f}"), _show(our.percent_of_limit, "{:.0f}")
+            theirs = _show(row.seconds_best, "{:.3f}"), _show(row.ratio_to_contratile, "{:.1f}")
+            summary.add_row(
+                *(row.loss, str(row.d), str(row.n), *mine, _show(our.peak_extra_mib, "{:.1f}")),
+                *(row.contestant, *theirs, _show(row.peak_extra_mib, "{:.1f}")),
+            )
+    summary.caption = f"{TIMES.replace('four', 'the')}{REST}"
+    return [*made, summary]
+
+
+def _rows_of(row: FamilyRow) -> str:
+    return "N" if row.views == 1 else f"{row.views}N"
 
 
 def _ring_tables(recording: Recording[RingRow]) -> list[Table]:
@@ -98,7 +128,7 @@ def _table(title: str, headings: Sequence[str], caption: str | None) -> Table:
     looks: dict[str, Any] = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "min_width": 90}
     made = Table(title=title, caption=caption, title_justify="left", caption_justify="left", **looks)
     for heading in headings:
-        made.add_column(heading, justify="left" if heading == "contestant" else "right", no_wrap=True)
+        made.add_column(heading, justify="left" if heading in ("contestant", "loss") else "right", no_wrap=True)
     return made
 
 
