@@ -1,0 +1,1 @@
+"""Contratile's losses with the calls of other packages: change an import."""
