@@ -2,8 +2,8 @@
 
     python examples/lightning_simclr.py
 
-Images are random blots: nothing is downloaded. Under `Trainer(devices=..., strategy="ddp")` the loss is over the views of all
-devices without a change here, as `group="auto"` finds the process group.
+Images are random blots: nothing is downloaded. Under `Trainer(devices=..., strategy="ddp")` the loss is over the views
+of all devices without a change here, as `group="auto"` finds the process group.
 """
 
 import math
