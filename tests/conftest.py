@@ -1,5 +1,6 @@
-"""One thread per process, and an end for the ranks that tests started."""
+"""One thread per process, no network, and an end for the ranks that tests started."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,9 @@ from tests.ranks import close_pools
 
 # The tensors of the tests are small: more threads would only wait for each other, on a busy machine most of all.
 torch.set_num_threads(1)
+
+# Read when huggingface_hub is imported: models of the tests come from installed packages.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -91,6 +91,22 @@ def test_examples_of_integrations(example: str, sizes: list[str], package: str) 
         assert float(after) == pytest.approx(float(before), rel=1e-4)
 
 
+@pytest.mark.peers
+def test_example_sentence_transformers_trainer() -> None:
+    output = run(sys.executable, "examples/sentence_transformers_trainer.py", "--quick")
+    assert "the loss alone, 1024 pairs, both ways" in output and gap(output) < 1e-4
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("name", ["hf_trainer", "lightning_simclr"])
+def test_examples_of_trainers_learn(name: str) -> None:
+    before = set(ROOT.iterdir())
+    lines = run(sys.executable, f"examples/{name}.py").splitlines()
+    losses = [float(line.split("loss ")[1].split()[0]) for line in lines if line.startswith("step")]
+    assert len(losses) == 4 and losses[-1] < 0.7 * losses[0]
+    assert set(ROOT.iterdir()) == before
+
+
 def test_one_ruff() -> None:
     pinned = re.search(r"^ruff==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     hooks = re.findall(r"ruff==([\d.]+)", (ROOT / ".pre-commit-config.yaml").read_text())

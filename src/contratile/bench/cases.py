@@ -10,6 +10,7 @@ floats per row besides: both measured, and used only to predict what cannot run.
 """
 
 import contextlib
+import importlib
 import io
 import warnings
 from collections.abc import Callable, Iterator
@@ -260,12 +261,18 @@ def _keops() -> Step:
 def cure_torchvision() -> object:
     """A CUDA build of torchvision beside a CPU build of torch lacks two operators and cannot be imported.
 
-    The cache keeps the library, and with it the operators, alive.
+    A build that can is left alone. The cache keeps the library, and with it the operators, alive.
     """
-    library: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
-    for operator in ("nms", "qnms"):
-        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return library
+    try:
+        return importlib.import_module("torchvision")
+    except ImportError:
+        return None
+    except RuntimeError:
+        library: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+        for operator in ("nms", "qnms"):
+            if not hasattr(torch.ops.torchvision, operator):
+                library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        return library
 
 
 _ALL = (

@@ -1,1 +1,1 @@
-"""The losses under the names and calls of other packages, none of which is imported: users change an import."""
+"""Contratile's losses with the calls of other packages: change an import."""

@@ -1,0 +1,80 @@
+"""Two towers under Hugging Face's `Trainer`: the model's forward returns the loss, and the trainer does the rest.
+
+    python examples/hf_trainer.py
+
+The towers are small BERTs with random weights: nothing is downloaded. Pairs are two ways to write one
+number. Started with `torchrun`, the same model shares negatives over all ranks.
+"""
+
+import math
+import tempfile
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import contratile as ct
+from contratile.bench.cases import cure_torchvision, quiet
+
+with quiet():
+    cure_torchvision()  # only where torchvision cannot be imported: transformers would fail with it
+    from transformers import BertConfig, BertModel, Trainer, TrainingArguments
+
+DIGITS, WIDTH, PAIRS, BATCH, STEPS = 4, 32, 2048, 128, 24
+
+
+class TwoTowers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        config = BertConfig(
+            vocab_size=20,
+            hidden_size=WIDTH,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=2 * WIDTH,
+            max_position_embeddings=2 * DIGITS,
+            hidden_dropout_prob=0.0,
+        )
+        self.left, self.right = BertModel(config), BertModel(config)
+        self.log_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
+
+    def forward(self, left: Tensor, right: Tensor) -> dict[str, Tensor]:
+        left, right = (
+            F.normalize(tower(input_ids=ids).last_hidden_state.mean(1), dim=1)
+            for tower, ids in ((self.left, left), (self.right, right))
+        )
+        return {"loss": ct.clip_loss(left, right, self.log_scale.exp())}
+
+
+def pairs() -> list[dict[str, Tensor]]:
+    """A number as its digits, and the same number backwards in other signs."""
+    generator = torch.Generator().manual_seed(0)
+    digits = torch.randint(10, (PAIRS, DIGITS), generator=generator)
+    return [{"left": row, "right": row.flip(0) + 10} for row in digits]
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=BATCH,
+            max_steps=STEPS,
+            learning_rate=3e-3,
+            logging_steps=6,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=not torch.cuda.is_available(),
+            dataloader_pin_memory=torch.cuda.is_available(),
+            disable_tqdm=True,
+        )
+        trainer = Trainer(model=TwoTowers(), args=arguments, train_dataset=pairs())
+        with quiet():
+            trainer.train()
+    for entry in trainer.state.log_history:
+        if "loss" in entry:
+            print(f"step {entry['step']}: loss {entry['loss']:.4f} (log N = {math.log(BATCH):.4f})")
+
+
+if __name__ == "__main__":
+    main()

