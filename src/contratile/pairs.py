@@ -28,6 +28,9 @@ class PairRule:
     key_ids: Tensor | None = None
     """[N] and [M]: pairs of equal id are left out, except a query's own positive."""
 
+    keys: int = -1
+    """M, if it is known: a tile of so many columns holds every positive of its rows."""
+
     _known: dict[int, tuple[int, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -64,7 +67,10 @@ class PairRule:
         a mask for every tile and clamped columns where the positive is elsewhere.
         """
         assert self.labels is not None
-        column = self.labels[rows] - cols.start
+        column = self.labels[rows]
+        if cols.stop - cols.start == self.keys:
+            return column.unsqueeze(1), None
+        column = column - cols.start
         if self.labels.is_cpu:
             low, high = self._bounds(rows)
             if high < cols.start or low >= cols.stop:

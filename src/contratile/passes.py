@@ -91,7 +91,8 @@ def backward(
     # Several blocks, both sides of a tile, or class sums add to dq: in full precision. Else each row is written once.
     once = alone and not symmetric and x.query_classes is None
     dtype = x.query.dtype if once else alpha.dtype
-    dq = torch.zeros(x.query.shape, dtype=dtype, device=x.query.device) if wants_q else None
+    make = torch.empty if once and ring.sizes[0] else torch.zeros
+    dq = make(x.query.shape, dtype=dtype, device=x.query.device) if wants_q else None
     dscale, dbias = (alpha.new_zeros(()) if wanted else None for wanted in (wants_scale, wants_bias))
     pos = results.get("pos")
     cache = results.get("cache", alpha.new_empty(0))
@@ -128,7 +129,7 @@ def backward(
         dk = block.gathered[0] if block.gathered else None
         # Of symmetric scores two ranks compute the tiles between them, each for both.
         dalpha = alpha.new_zeros(()) if dscale is not None and symmetric and not block.home else dscale
-        into = Gradients(dq, dq if mirrored else dk, dalpha, dbias)
+        into = Gradients(dq, dq if mirrored else dk, dalpha, dbias, once)
         torch_tiles.backward(scores, weights, grads.get("pos") if block.home else None, into, pos=pos)
         if dscale is not None and dalpha is not None and dalpha is not dscale:
             dscale += dalpha / 2
@@ -171,6 +172,7 @@ def _block(
         exclude_self=task.exclude_self and home,
         query_ids=x.query_ids,
         key_ids=visitor.get("ids"),
+        keys=ring.sizes[source],
     )
     key = None if x.key is None and home else visitor["key"]
     return Scores(x.query, key, alpha, x.bias, rule, _plan(ring, source, x, task), cache)

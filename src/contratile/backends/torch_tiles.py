@@ -60,6 +60,8 @@ class Gradients(NamedTuple):
 
     dalpha: Tensor | None
     dbias: Tensor | None
+    once: bool = False
+    """Nothing else adds to `dq`: it is written, and need not be zero before."""
 
 
 def forward(scores: Scores, readers: Sequence[Reader], *, pos: Tensor | None) -> None:
@@ -105,7 +107,7 @@ def backward(scores: Scores, weights: Weights, pos_grad: Tensor | None, into: Gr
     `pos` are the positives' scores as the forward pass read them.
     """
     plan, rule, alpha = scores.plan, scores.rule, scores.alpha
-    dq, dk, dalpha, dbias = into
+    dq, dk, dalpha, dbias, once = into
     assert dk is None or dk.dtype == alpha.dtype, "key gradients accumulate over row blocks, in full precision"
     # sum(g * s) = <alpha q, g k>, so a query gradient gives dalpha at no cost; without one the scores must be kept.
     keep_scores = dalpha is not None and dq is None
@@ -146,7 +148,9 @@ def backward(scores: Scores, weights: Weights, pos_grad: Tensor | None, into: Gr
                 dalpha += spare_RC.mul_(g_RC).sum() / alpha
         if dalpha is not None and not keep_scores:
             dalpha += torch.dot(q_RD.flatten(), dq_RD.flatten()) / alpha
-        if dq is not None:
+        if dq is not None and once:
+            torch.mul(dq_RD, alpha, out=dq[block])
+        elif dq is not None:
             dq[block].add_(dq_RD.mul_(alpha))
 
 
