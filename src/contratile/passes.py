@@ -109,10 +109,8 @@ def backward(
     if any(grad is not None for grad in sums_grad):
         mine |= {"classes": x.key_classes, "sums_grad": sums_grad[1]}
 
-    def fresh(size: int) -> Tensors:
-        return (alpha.new_zeros(size, x.query.shape[1]),) if wants_k and not symmetric else ()
-
-    trip, names = _trip(ring, mine, fresh=fresh, merge=partial(_merge, statistics=False))
+    gathers = (alpha.new_empty(0, x.query.shape[1]),) if wants_k and not symmetric else ()
+    trip, names = _trip(ring, mine, gathers=gathers, merge=partial(_merge, statistics=False))
     for block in trip:
         visitor = dict(zip(names, block.carried, strict=True))
         scores = _block(ring, block.source, x, visitor, task, alpha, next(caches))

@@ -1,6 +1,6 @@
 """The ring pass: blocks of keys visit every rank, and what was gathered for them follows one hop behind.
 
-    trip = RingPass(ring, carried=(k, ids), fresh=new_statistics, merge=merge_statistics)
+    trip = RingPass(ring, carried=(k, ids), gathers=(empty_gradient,), merge=add)
     for block in trip:                       # own block first
         work(block.carried, block.gathered)  # while the next block is already on its way
     trip.home                                # what all ranks gathered for this rank's block
@@ -9,7 +9,8 @@ A step reads: post the next block, compute, wait for what other ranks gathered s
 process there is one step and nothing is posted; the caller is the same.
 
 Sent per rank and pass: `world - 1` carried blocks and `world` gathered ones. Held at any time: the block in use and the
-next one, and of the gathered ones the one being filled, one leaving, one arriving.
+next one, and of the gathered ones the one being filled, one leaving, one arriving. Blocks that were passed on make room
+for later ones, so nothing is allocated after the first steps.
 """
 
 from __future__ import annotations
@@ -68,13 +69,13 @@ class Ring:
         wanted = rank if step == self.team.size - 1 else source(rank, step + 1)
         return next(r for r in range(self.team.size) if source(r, step) == wanted and target(r, step) == rank)
 
-    def pass_on(self, blocks: Tensors, step: int, *, tag: int) -> Mail:
+    def pass_on(self, blocks: Tensors, step: int, *, tag: int, room: Room) -> Mail:
         """Send the block of this step on its way and start to receive the one of the next step."""
         rank, last = self.team.rank, step == self.team.size - 1
         if self.team.size == 1:
             return Mail(self, [], blocks, blocks, rank)
         size = self.sizes[rank if last else self.schedule.source(rank, step + 1)]
-        arriving = tuple(x.new_empty((size, *x.shape[1:])) for x in blocks)
+        arriving = tuple(room.take(x, size) for x in blocks)
         to, origin = self.schedule.target(rank, step), self.origin(step)
         posts = [(dist.isend, x.contiguous(), to) for x in blocks] + [(dist.irecv, x, origin) for x in arriving]
         ops = [
@@ -84,6 +85,23 @@ class Ring:
         ]
         works = dist.batch_isend_irecv(ops) if ops else []
         return Mail(self, works, tuple(x for _, x, _ in posts), arriving, origin)
+
+
+class Room:
+    """Blocks that are no longer needed, to be written over."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[object, ...], list[Tensor]] = {}
+
+    def take(self, like: Tensor, size: int) -> Tensor:
+        """A block of `size` rows with any content."""
+        shape = (size, *like.shape[1:])
+        free = self._free.get((shape, like.dtype))
+        return free.pop() if free else like.new_empty(shape)
+
+    def give(self, blocks: Tensors) -> None:
+        for x in blocks:
+            self._free.setdefault((tuple(x.shape), x.dtype), []).append(x)
 
 
 @dataclass
@@ -118,10 +136,6 @@ class Block:
     gathered: Tensors
 
 
-def _nothing(size: int) -> Tensors:
-    return ()
-
-
 def _keep(gathered: Tensors, arrived: Tensors) -> None:
     return None
 
@@ -129,8 +143,9 @@ def _keep(gathered: Tensors, arrived: Tensors) -> None:
 class RingPass:
     """One trip of all blocks round the ring; iterate over it once.
 
-    `carried` is this rank's block: tensors with one row per key. `fresh(size)` makes empty accumulators for a block of
-    that many keys and `merge(into, other)` adds one set of them to another; a pass that only reads leaves them out.
+    `carried` is this rank's block: tensors with one row per key. `gathers` are tensors like the accumulators that every
+    block shall find, filled with 0; without it the caller puts there what it gathered, if anything.
+    `merge(into, other)` adds one set of accumulators to another.
     """
 
     def __init__(
@@ -138,10 +153,10 @@ class RingPass:
         ring: Ring,
         carried: Tensors,
         *,
-        fresh: Callable[[int], Tensors] = _nothing,
+        gathers: Tensors = (),
         merge: Callable[[Tensors, Tensors], None] = _keep,
     ) -> None:
-        self.ring, self.carried, self.fresh, self.merge = ring, carried, fresh, merge
+        self.ring, self.carried, self.gathers, self.merge = ring, carried, gathers, merge
         self.home: Tensors = ()
 
     def __iter__(self) -> Iterator[Block]:
@@ -149,25 +164,33 @@ class RingPass:
         rank, world = ring.team.rank, ring.team.size
         ahead: Mail | None = None
         behind: Mail | None = None
-        tag = 0
+        tag, room = 0, Room()
         try:
             for step in range(world):
                 source = ring.schedule.source(rank, step)
                 if step < world - 1:
-                    ahead = ring.pass_on(here, step, tag=tag)
+                    ahead = ring.pass_on(here, step, tag=tag, room=room)
                     tag += len(here)
-                block = Block(source, source == rank, here, self.fresh(ring.sizes[source]))
+                fresh = tuple(room.take(like, ring.sizes[source]).zero_() for like in self.gathers)
+                block = Block(source, source == rank, here, fresh)
                 yield block
                 gathered = block.gathered
                 if behind is not None:
-                    self.merge(gathered, behind.wait())
+                    sent, arrived = behind.held, behind.wait()
+                    self.merge(gathered, arrived)
+                    if self.gathers:
+                        room.give(sent[: len(arrived)] + arrived)
+                    del sent, arrived
                 if gathered:
-                    behind = ring.pass_on(gathered, step, tag=tag)
+                    behind = ring.pass_on(gathered, step, tag=tag, room=room)
                     tag += len(gathered)
-                del block, gathered
+                del block, fresh, gathered
                 if step < world - 1:
                     assert ahead is not None
-                    here = ahead.wait()
+                    before, here = here, ahead.wait()
+                    if step:  # the first block is the caller's
+                        room.give(before)
+                    del before
             if behind is not None:
                 self.home = behind.wait()
         finally:

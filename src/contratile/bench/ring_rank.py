@@ -199,7 +199,7 @@ def transfers(n: int, d: int) -> Callable[[], None]:
     block, vector = torch.randn(n, d), torch.randn(n)
 
     def go_round(carried: Tensors, gathered: tuple[Tensor, ...]) -> None:
-        for _ in RingPass(ring, carried, fresh=lambda size: gathered):
+        for _ in RingPass(ring, carried, gathers=gathered):
             pass
 
     def call() -> None:
