@@ -13,7 +13,7 @@ from torch import Tensor
 
 import contratile
 from contratile.bench import cases, harness, memory
-from contratile.bench.loss import LossConfig
+from contratile.bench.loss import LossConfig, run
 from contratile.bench.plots import draw
 from contratile.bench.rows import LossRow, Recording, load, save
 from contratile.cli import COMMANDS, main
@@ -237,3 +237,19 @@ def test_the_core_alone_has_help_and_says_what_to_install() -> None:
     done = shell("bench", "loss", "--quick", prelude=f"{BLOCK_EXTRAS}\nfrom contratile.cli import main\n{lines}")
     assert done.returncode == 1 and "64 x 64 x 8 in" in done.stdout
     assert len(done.stderr.splitlines()) == 1 and 'pip install "contratile[bench]"' in done.stderr
+
+
+def test_a_run_that_is_broken_off_leaves_its_rows(tmp_path: Path) -> None:
+    config = LossConfig(
+        sizes=(32, 64), memory_sizes=(), dims=(8,), contestants=("dense", "nobody"), rounds=1, threads=1
+    )
+
+    def keep(recording: Recording[LossRow]) -> None:
+        save(recording, tmp_path)
+        if len(recording.rows) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(config, command="x", keep=keep)
+    left = load(tmp_path / "loss.json")
+    assert [(row.contestant, row.n) for row in left.rows] == [("dense", 32), ("nobody", 32), ("dense", 64)]

@@ -4,6 +4,7 @@ recording = run(FamilyConfig(losses=("nt_xent",), sizes=(2048,)), command="...")
 save(recording, config.out)
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,14 @@ QUICK = FamilyConfig(
 )
 
 
-def run(config: FamilyConfig, *, command: str, notify: Notify = lambda text: None) -> Recording[FamilyRow]:
-    """Measure everything that the config asks for, loss by loss."""
+def run(
+    config: FamilyConfig,
+    *,
+    command: str,
+    notify: Notify = lambda text: None,
+    keep: Callable[[Recording[FamilyRow]], object] = lambda recording: None,
+) -> Recording[FamilyRow]:
+    """Measure everything that the config asks for, loss by loss; `keep` is given all rows whenever there are more."""
     torch.set_num_threads(config.threads)
     cases = [CASES[name] for name in config.losses]
     facts = environment(packages(*cases))
@@ -86,4 +93,5 @@ def run(config: FamilyConfig, *, command: str, notify: Notify = lambda text: Non
         for row in measure(case, config, config.contestants_of(case.name), facts, command, progress):
             known = case.contestants.get(row.contestant)
             rows.append(FamilyRow(**vars(row), **about, package=known.package if known else None))
+            keep(Recording(tuple(rows), facts, command, "family"))
     return Recording(tuple(rows), facts, command, "family")

@@ -81,8 +81,14 @@ class Errors(NamedTuple):
     n: int
 
 
-def run(config: LossConfig, *, command: str, notify: Notify = lambda text: None) -> Recording[LossRow]:
-    """Measure everything that the config asks for."""
+def run(
+    config: LossConfig,
+    *,
+    command: str,
+    notify: Notify = lambda text: None,
+    keep: Callable[[Recording[LossRow]], object] = lambda recording: None,
+) -> Recording[LossRow]:
+    """Measure everything that the config asks for; `keep` is given all rows whenever there are more."""
     torch.set_num_threads(config.threads)
     facts = environment(packages(CLIP))
     rows: list[LossRow] = []
@@ -91,7 +97,9 @@ def run(config: LossConfig, *, command: str, notify: Notify = lambda text: None)
     def progress(text: str) -> None:
         notify(f"{len(rows)} of {total} rows done · {text}")
 
-    rows.extend(measure(CLIP, config, config.contestants, facts, command, progress))
+    for row in measure(CLIP, config, config.contestants, facts, command, progress):
+        rows.append(row)
+        keep(Recording(tuple(rows), facts, command))
     return Recording(tuple(rows), facts, command)
 
 

@@ -7,6 +7,7 @@ Ranks are started anew for each world size and batch. A contestant that is not i
 or does not fit becomes a row that says so; when one fails, the point is started again without it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,8 +79,14 @@ QUICK = RingConfig(
 )
 
 
-def run(config: RingConfig, *, command: str, notify: Notify = lambda text: None) -> Recording[RingRow]:
-    """Measure everything that the config asks for."""
+def run(
+    config: RingConfig,
+    *,
+    command: str,
+    notify: Notify = lambda text: None,
+    keep: Callable[[Recording[RingRow]], object] = lambda recording: None,
+) -> Recording[RingRow]:
+    """Measure everything that the config asks for; `keep` is given all rows whenever there are more."""
     facts = environment(RING_PACKAGES) | {"threads": str(config.threads)}
     rows: list[RingRow] = []
     total = len(config.dims) * len(config.worlds) * len(config.sizes) * len(config.contestants)
@@ -93,6 +100,7 @@ def run(config: RingConfig, *, command: str, notify: Notify = lambda text: None)
             for n in config.sizes:
                 found = ranks.measure(n)
                 rows.extend(_row(ranks, name, n, found, facts, command) for name in config.contestants)
+                keep(Recording(tuple(rows), facts, command, "ring"))
     return Recording(tuple(rows), facts, command, "ring")
 
 

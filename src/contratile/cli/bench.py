@@ -62,7 +62,12 @@ def _measure(name: str, argv: Sequence[str], default: C, quick: C, run: "Callabl
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=Console(file=sys.stderr), refresh_per_second=2, transient=True) as progress:
         task = progress.add_task("starting", total=None)
-        recording = run(config, command=command, notify=lambda text: progress.update(task, description=text))
+        recording = run(
+            config,
+            command=command,
+            notify=lambda text: progress.update(task, description=text),
+            keep=lambda rows: save(rows, config.out),  # a run that is broken off leaves what it has found
+        )
     paths = (*save(recording, config.out), *draw(recording, config.out))
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     for table in tables(recording):
