@@ -7,9 +7,9 @@ Blocks of keys visit (one block, if there is one process) and the tile engine wo
 travel forward, keys and their gradient backward.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ def forward(ring: Ring, x: Inputs, task: Task) -> Results:
     pos = None if x.labels is None else alpha.new_zeros(len(x.query))
     items = cached_items(ring, x, task)
     cache = alpha.new_empty(sum(items))
-    caches = iter(torch.split(cache, items))
+    caches = _pieces(cache, items)
     mine = {"key": x.query if x.key is None else x.key, "ids": x.key_ids, "classes": x.key_classes}
     own_level = x.query_pos
     if task.knows_positives and pos is not None:
@@ -96,7 +96,7 @@ def backward(
     dscale, dbias = (alpha.new_zeros(()) if wanted else None for wanted in (wants_scale, wants_bias))
     pos = results.get("pos")
     cache = results.get("cache", alpha.new_empty(0))
-    caches = iter(torch.split(cache, cached_items(ring, x, task) if len(cache) else [0] * ring.team.size))
+    caches = _pieces(cache, cached_items(ring, x, task))
     own_level = pos if x.query_pos is None else x.query_pos
     row = Direction(results["row"], grads["row"], _limit(own_level, alpha, task)) if "row" in grads else None
     # Symmetric scores: a visitor's rows are this rank's columns.
@@ -269,6 +269,11 @@ def cached_items(ring: Ring, x: Inputs, task: Task) -> list[int]:
         items.append(plan.cached_items(room))
         room -= items[-1] * plan.itemsize
     return items
+
+
+def _pieces(cache: Tensor, items: list[int]) -> Iterator[Tensor]:
+    """The part of the cache of each visiting block."""
+    return iter(torch.split(cache, items)) if len(cache) else repeat(cache)
 
 
 def _alpha(scale: Tensor, task: Task, dtype: torch.dtype) -> Tensor:

@@ -85,30 +85,39 @@ class Sums:
     """The statistics of one side in the making, and beside them the sums of the tiles that share the present shift."""
 
     def __init__(self, n: int, like: Tensor, limit: Tensor | None = None) -> None:
-        self.total = torch.zeros(n, dtype=like.dtype, device=like.device)
-        self.limit = limit
+        self.n, self.like, self.limit = n, like, limit
+        self.total: Tensor | None = None
         self.stats: Stats | None = None
-        self.shared = False
-        """Whether a tile was summed at a shared shift; if all were, every sum is positive."""
+
+    def add_(self, index: slice, total: Tensor) -> None:
+        """Add the sums of a tile at the present shift."""
+        if self.total is None and len(total) == self.n:
+            self.total = total
+            return
+        if self.total is None:
+            self.total = self.like.new_zeros(self.n)
+        self.total[index].add_(total)
 
     def merge_(self, index: slice, level: Tensor, total: Tensor) -> None:
+        """Add the sums of a tile at levels of its own."""
         if self.stats is None:
-            self.stats = Stats.empty(len(self.total), dtype=total.dtype, device=total.device)
+            self.stats = self._nothing()
         self.stats.at(index).merge_(level, total)
 
-    def flush(self, shift: float | None) -> None:
-        """Move what was summed at this shift into the statistics."""
-        if self.stats is None and self.shared and shift is not None:
-            self.stats, self.total = Stats(torch.full_like(self.total, shift), self.total), torch.zeros_like(self.total)
-            return
-        level = torch.full_like(self.total, lowest(self.total.dtype))
-        if shift is not None:
-            level.masked_fill_(self.total > 0, shift)
-        if self.stats is None:
-            self.stats, self.total = Stats(level, self.total), torch.zeros_like(self.total)
+    def flush(self, shift: float | None) -> Stats:
+        """The statistics, with what was summed at this shift moved into them."""
+        total, self.total = self.total, None
+        if total is None or shift is None:
+            self.stats = self.stats or self._nothing()
+        elif self.stats is None:  # all tiles shared the shift: every sum is positive
+            self.stats = Stats(torch.full_like(total, shift), total)
         else:
-            self.stats.merge_(level, self.total)
-            self.total.zero_()
+            level = torch.full_like(total, shift).masked_fill_(total == 0, lowest(total.dtype))
+            self.stats.merge_(level, total)
+        return self.stats
+
+    def _nothing(self) -> Stats:
+        return Stats.empty(self.n, dtype=self.like.dtype, device=self.like.device)
 
 
 class LseReader:
@@ -140,7 +149,8 @@ class LseReader:
             low, high = torch.cat(peaks).aminmax()
             better = _shared_shift(low.item(), high.item(), s_RC.dtype)
             if better != self.shift:
-                self._flush()
+                for _, side, _ in sides:
+                    side.flush(self.shift)
                 self.shift = better
 
     def _read_shared(self, s_RC: Tensor, e_RC: Tensor, sides: list[Side[Sums]]) -> bool:
@@ -153,8 +163,7 @@ class LseReader:
         if not all(1 / limit <= bound <= limit**1.5 for bound in bounds):
             return False
         for (_, side, index), total in zip(sides, totals, strict=True):
-            side.total[index].add_(total)
-            side.shared = True
+            side.add_(index, total)
         return True
 
     def _below(self, limit: Tensor, s_RC: Tensor, out: Tensor, tile: Tile) -> Tensor:
@@ -165,14 +174,8 @@ class LseReader:
         return out
 
     def parts(self) -> tuple[Tensors, Tensors]:
-        self._flush()
-        row, col = (() if side is None or side.stats is None else side.stats for side in (self.row, self.col))
+        row, col = (() if side is None else side.flush(self.shift) for side in (self.row, self.col))
         return row, col
-
-    def _flush(self) -> None:
-        for side in (self.row, self.col):
-            if side is not None:
-                side.flush(self.shift)
 
 
 class Direction:

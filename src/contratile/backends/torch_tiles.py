@@ -175,7 +175,8 @@ class Workspace:
     def query(self, q: Tensor, rows: slice, alpha: Tensor) -> Tensor:
         """A block of queries in the accumulation dtype, alpha folded in."""
         block = q[rows]
-        return self._query[: len(block)].copy_(block).mul_(alpha)
+        out = self._query[: len(block)]
+        return torch.mul(block, alpha, out=out) if block.dtype == out.dtype else out.copy_(block).mul_(alpha)
 
     def query_grad(self, rows: slice) -> Tensor:
         """Room for the gradient of a block of queries."""
