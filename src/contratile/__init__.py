@@ -13,6 +13,9 @@ from contratile.functional import pair_lse as pair_lse
 from contratile.functional import siglip_loss as siglip_loss
 from contratile.functional import sup_con as sup_con
 from contratile.memory_queue import MemoryQueue as MemoryQueue
+from contratile.metrics import nearest as nearest
+from contratile.metrics import retrieval_metrics as retrieval_metrics
+from contratile.metrics import zero_shot_metrics as zero_shot_metrics
 from contratile.modules import ClipLoss as ClipLoss
 from contratile.modules import InfoNCE as InfoNCE
 from contratile.modules import NTXent as NTXent

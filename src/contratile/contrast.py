@@ -159,10 +159,9 @@ class Tally(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """One value per query, and one per key of this rank where columns count, in units of so many nats."""
+    """One value per pair in units of so many nats: of its query or, where columns count, of its query and its key."""
 
-    row: Tensor
-    col: Tensor | None
+    per_pair: Tensor
     unit: float
     stats: BatchStats | None
 
@@ -170,7 +169,7 @@ class Losses(NamedTuple):
 def cross_entropies(
     query: Tensor, key: Tensor, scale: Tensor | float, labels: Tensor, options: Options, engine: Engine, *, cols: bool
 ) -> Losses:
-    """The losses of the queries against all keys and, if `cols`, of the keys against all queries."""
+    """The losses of the queries against all keys, and added to them, if `cols`, those of the keys against all queries."""
     sums = options.label_smoothing > 0 or options.return_stats
     query_ids, key_ids = options.pair_of_ids
     margin = float("inf") if options.margin is None else float(options.margin)
@@ -185,10 +184,14 @@ def cross_entropies(
     if options.hard_negatives is not None:
         rows = rows.join(_hard(query, scale, pos.detach(), options, unit, sums), unit)
     columns = _tally("col", results, spared, pos) if cols else None
+    sides = [rows] if columns is None else [rows, columns]
+    losses = rows.lse if columns is None else rows.lse + columns.lse
     e = options.label_smoothing
-    row, col = (None if side is None else _loss(side, pos, e) for side in (rows, columns))
-    assert row is not None
-    return Losses(row, col, unit, batch_stats(rows, columns, pos, unit, engine) if options.return_stats else None)
+    for side in sides if e else ():
+        assert side.total is not None and side.number is not None
+        losses = losses - e * side.total / side.number
+    losses = torch.sub(losses, pos, alpha=len(sides) * (1 - e))
+    return Losses(losses, unit, batch_stats(rows, columns, pos, unit, engine) if options.return_stats else None)
 
 
 def sums_over(x: Inputs) -> Inputs:
@@ -253,13 +256,6 @@ def _hard(query: Tensor, scale: Tensor | float, pos: Tensor, options: Options, u
     # A finite floor, not -inf: a query whose every negative is masked has a gradient of 0 here, not NaN.
     floor = torch.finfo(scores.dtype).min / 2
     return Tally((torch.where(counts, scores, floor) * unit).logsumexp(1) / unit, total, count, higher)
-
-
-def _loss(side: Tally, pos: Tensor, e: float) -> Tensor:
-    if e == 0:
-        return side.lse - pos
-    assert side.total is not None and side.number is not None
-    return side.lse - (1 - e) * pos - e * side.total / side.number
 
 
 def batch_stats(rows: Tally, cols: Tally | None, pos: Tensor, unit: float, engine: Engine) -> BatchStats:

@@ -185,8 +185,7 @@ def clip_loss(
     engine = _start("clip_loss", features, {"scale": scale}, how, check, options)
     labels = torch.arange(len(image), device=image.device)
     losses = cross_entropies(image, text, scale, labels, options, engine, cols=True)
-    assert losses.col is not None
-    loss = _reduce(losses.row + losses.col, losses.unit / 2, reduction, engine.ring, weights)
+    loss = _reduce(losses.per_pair, losses.unit / 2, reduction, engine.ring, weights)
     return loss if losses.stats is None else (loss, losses.stats)
 
 
@@ -255,7 +254,7 @@ def info_nce(
     engine = _start("info_nce", features, {"scale": scale}, how, check, options)
     labels = torch.arange(len(query), device=query.device) if labels is None else labels.long()
     losses = cross_entropies(query, key, scale, labels, options, engine, cols=False)
-    loss = _reduce(losses.row, losses.unit, reduction, engine.ring, weights)
+    loss = _reduce(losses.per_pair, losses.unit, reduction, engine.ring, weights)
     return loss if losses.stats is None else (loss, losses.stats)
 
 

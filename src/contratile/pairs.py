@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from contratile.stats import part
 from contratile.tiles import Tile
 
 
@@ -31,7 +32,7 @@ class PairRule:
     keys: int = -1
     """M, if it is known: a tile of so many columns holds every positive of its rows."""
 
-    _known: dict[int, tuple[int, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         assert (self.query_ids is None) == (self.key_ids is None), "ids come for both sides or for none"
@@ -67,7 +68,7 @@ class PairRule:
         a mask for every tile and clamped columns where the positive is elsewhere.
         """
         assert self.labels is not None
-        column = self.labels[rows]
+        column = part(self.labels, rows)
         if cols.stop - cols.start == self.keys:
             return column.unsqueeze(1), None
         column = column - cols.start
@@ -83,10 +84,11 @@ class PairRule:
     def _bounds(self, rows: slice) -> tuple[int, int]:
         """The lowest and the highest label of a row block, looked up once."""
         assert self.labels is not None
-        if rows.start not in self._known:
+        at = rows.start, rows.stop
+        if at not in self._known:
             low, high = self.labels[rows].aminmax()
-            self._known[rows.start] = int(low), int(high)
-        return self._known[rows.start]
+            self._known[at] = int(low), int(high)
+        return self._known[at]
 
 
 class Places(NamedTuple):

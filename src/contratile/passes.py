@@ -235,10 +235,10 @@ def _lift_(results: Results, pos: Tensor, x: Inputs, task: Task) -> None:
 
 
 def _by_key(pos: Tensor, x: Inputs) -> Tensor:
-    """Each key's score with the query whose positive it is; nothing scores above that of a key without one."""
+    """Each key's best score with a query whose positive it is; nothing scores above that of a key without one."""
     assert x.labels is not None
     keys = (x.query if x.key is None else x.key).shape[0]
-    return pos.new_full((keys,), torch.inf).scatter_(0, x.labels, pos)
+    return pos.new_full((keys,), torch.inf).scatter_reduce_(0, x.labels, pos, "amax", include_self=False)
 
 
 def _limit(level: Tensor | None, alpha: Tensor, task: Task) -> Tensor | None:

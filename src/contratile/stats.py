@@ -21,6 +21,11 @@ def lowest(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).min
 
 
+def part(x: Tensor, index: slice) -> Tensor:
+    """x[index]; a small batch is one tile, and all of a tensor needs no view of it."""
+    return x if index.stop - index.start == len(x) else x[index]
+
+
 class Stats(NamedTuple):
     """The statistics of n rows or n columns."""
 
@@ -34,7 +39,7 @@ class Stats(NamedTuple):
 
     def at(self, index: slice) -> "Stats":
         """A view: merging into it merges into these statistics."""
-        return Stats(self.level[index], self.total[index])
+        return Stats(part(self.level, index), part(self.total, index))
 
     def merge_(self, level: Tensor | float, total: Tensor) -> None:
         """Add logits summarised as (level, total), in place.

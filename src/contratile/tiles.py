@@ -64,32 +64,45 @@ class TilePlan:
     symmetric: bool = False
     """Queries and keys are the same: the tiles of the upper triangle stand for all."""
 
+    diagonal: int = 0
+    """Of symmetric scores: the height of tiles that touch the diagonal, where half of a square is computed in vain."""
+
     def __post_init__(self) -> None:
         assert not self.symmetric or (self.n == self.m and self.rows == self.cols), "symmetric tiles are square"
 
-    def row_slices(self) -> Iterator[slice]:
-        return _slices(self.n, self.rows)
+    def blocks(self) -> Iterator[tuple[slice, list[Tile]]]:
+        """Blocks of rows in the order of computation, each with its tiles from left to right."""
+        offset = 0
+        for rows, spans in self._spans():
+            tiles = []
+            for cols in spans:
+                tiles.append(Tile(rows, cols, offset, self.symmetric and cols.start > rows.start))
+                offset = tiles[-1].end
+            yield rows, tiles
 
-    def tiles_of(self, rows: slice) -> Iterator[Tile]:
-        """The tiles of one row block, left to right."""
-        height = rows.stop - rows.start
-        first = rows.start if self.symmetric else 0
-        # Of symmetric scores, row i misses the columns before its block: together a triangle of whole tiles.
-        skipped = self.rows * self.rows * (rows.start // self.rows) * (rows.start // self.rows - 1) // 2
-        start = rows.start * self.m - (skipped if self.symmetric else 0)
-        for cols in _slices(self.m, self.cols, first):
-            offset = start + height * (cols.start - first)
-            yield Tile(rows, cols, offset, self.symmetric and cols.start > rows.start)
+    def _spans(self) -> Iterator[tuple[slice, list[slice]]]:
+        for rows in _slices(self.n, self.rows):
+            if not self.symmetric:
+                yield rows, list(_slices(self.m, self.cols))
+                continue
+            for part in _slices(rows.stop, self.diagonal or self.rows, rows.start):  # steps along the diagonal
+                yield part, [part, slice(part.stop, rows.stop)] if part.stop < rows.stop else [part]
+            if rows.stop < self.m:
+                yield rows, list(_slices(self.m, self.cols, rows.stop))
 
     def tiles(self) -> Iterator[Tile]:
         """All tiles in the order of computation."""
-        for rows in self.row_slices():
-            yield from self.tiles_of(rows)
+        for _, tiles in self.blocks():
+            yield from tiles
 
     def cached_items(self, cache_bytes: int) -> int:
         """Scores in the first tiles that fit into `cache_bytes`."""
-        limit = cache_bytes // self.itemsize
-        return max((tile.end for tile in self.tiles() if tile.end <= limit), default=0)
+        limit, items = cache_bytes // self.itemsize, 0
+        for tile in self.tiles():
+            if tile.end > limit:
+                break
+            items = tile.end
+        return items
 
     @property
     def workspace_bytes(self) -> int:
@@ -136,7 +149,8 @@ def plan_tiles(
             if symmetric or cols > rows:
                 cols = max(16, cols * 7 // 8)
         rows, cols = _even(n, rows), _even(m, cols)
-    return TilePlan(n=n, m=m, d=d, rows=rows, cols=cols, itemsize=itemsize, symmetric=symmetric)
+    diagonal = ceil(rows / 4 / 16) * 16 if symmetric and tile is None else 0
+    return TilePlan(n=n, m=m, d=d, rows=rows, cols=cols, itemsize=itemsize, symmetric=symmetric, diagonal=diagonal)
 
 
 def _slices(length: int, step: int, first: int = 0) -> Iterator[slice]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from contratile.pairs import PairRule
-from contratile.stats import Stats, lowest
+from contratile.stats import Stats, lowest, part
 from contratile.tiles import Tile
 
 
@@ -96,7 +96,7 @@ class Sums:
             return
         if self.total is None:
             self.total = self.like.new_zeros(self.n)
-        self.total[index].add_(total)
+        part(self.total, index).add_(total)
 
     def merge_(self, index: slice, level: Tensor, total: Tensor) -> None:
         """Add the sums of a tile at levels of its own."""
@@ -141,7 +141,7 @@ class LseReader:
         peaks = []
         for dim, side, index in sides:
             counted = (
-                s_RC if side.limit is None else self._below(side.limit[index].unsqueeze(dim), s_RC, spare_RC, tile)
+                s_RC if side.limit is None else self._below(part(side.limit, index).unsqueeze(dim), s_RC, spare_RC, tile)
             )
             peaks.append(counted.amax(dim).clamp_min_(lowest(s_RC.dtype)))
             side.merge_(index, peaks[-1], _exp2(counted, peaks[-1].unsqueeze(dim), spare_RC).sum(dim))
@@ -157,7 +157,7 @@ class LseReader:
         assert self.shift is not None
         _exp2(s_RC, self.shift, e_RC)
         totals = [e_RC.sum(dim) for dim, _, _ in sides]
-        bounds = [bound.item() for total in totals for bound in total.aminmax()]
+        bounds = [bound.item() for bound in torch.cat(totals).aminmax()] if totals else []
         limit = 2 ** _SPAN[s_RC.dtype]
         # min and max would pass over a NaN; the upper bound leaves room for the sums of many tiles.
         if not all(1 / limit <= bound <= limit**1.5 for bound in bounds):
@@ -192,14 +192,15 @@ class Direction:
         """The lowest and the highest log-sum-exp of a block, looked up once."""
         at = index.start, index.stop
         if at not in self._bounds:
-            low, high = self.lse2[index].aminmax()
+            low, high = part(self.lse2, index).aminmax()
             self._bounds[at] = low.item(), high.item()
         return self._bounds[at]
 
     def weights(self, shift: float) -> Tensor:
         """grad * exp2(shift - lse2), the factor of exp2(s - shift). Most tiles in a row share their shift."""
         if self._weights is None or self._weights[0] != shift:
-            self._weights = shift, (shift - self.lse2).exp2_().mul_(self.grad)
+            distance = shift - self.lse2 if shift else -self.lse2
+            self._weights = shift, distance.exp2_().mul_(self.grad)
         return self._weights[1]
 
 
@@ -223,7 +224,7 @@ class LseWeights:
                 self._both = torch.addcmul(self._own, other.grad[labels], (pos - other.lse2[labels]).exp2_())
 
     def positive(self, rows: slice, *, both: bool) -> Tensor:
-        return (self._both if both else self._own)[rows]
+        return part(self._both if both else self._own, rows)
 
     def weigh(self, s_RC: Tensor, g_RC: Tensor, spare_RC: Tensor, tile: Tile) -> None:
         sides = sides_of(tile, self.row, self.col)
@@ -235,13 +236,13 @@ class LseWeights:
             lows, highs = zip(*(side.bounds(index) for _, side, index in sides), strict=True)
             shift = _shared_shift(min(lows), max(highs), s_RC.dtype)
             if shift is not None:
-                rows, cols = (side.weights(shift)[index] for _, side, index in sides)
+                rows, cols = (part(side.weights(shift), index) for _, side, index in sides)
                 _exp2(s_RC, shift, g_RC).mul_(torch.add(rows.unsqueeze(1), cols, out=spare_RC))
                 return
         # The last side goes first and aside, as writing g may overwrite s.
         for (dim, side, index), out in reversed(list(zip(sides, (g_RC, spare_RC), strict=False))):
-            dropped = None if side.limit is None else s_RC > side.limit[index].unsqueeze(dim)
-            _exp2(s_RC, side.lse2[index].unsqueeze(dim), out).mul_(side.grad[index].unsqueeze(dim))
+            dropped = None if side.limit is None else s_RC > part(side.limit, index).unsqueeze(dim)
+            _exp2(s_RC, part(side.lse2, index).unsqueeze(dim), out).mul_(part(side.grad, index).unsqueeze(dim))
             if dropped is not None:
                 out.masked_fill_(dropped, 0)
         if len(sides) == 2:
@@ -287,13 +288,13 @@ class SoftplusWeights:
             self._own = (-pos).sigmoid_().mul_(row if col is None else row + col[labels]).neg_()
 
     def weigh(self, s_RC: Tensor, g_RC: Tensor, spare_RC: Tensor, tile: Tile) -> None:
-        grad = self.row[tile.rows].unsqueeze(1)
+        grad = part(self.row, tile.rows).unsqueeze(1)
         if self.col is not None:
             grad = torch.add(grad, self.col[tile.cols], out=spare_RC)
         torch.sigmoid(s_RC, out=g_RC).mul_(grad)
 
     def positive(self, rows: slice, *, both: bool) -> Tensor:
-        return self._own[rows]
+        return part(self._own, rows)
 
 
 # --- ranks --------------------------------------------------------------------------------------------------------
@@ -315,7 +316,7 @@ class RankReader:
 
     def read(self, s_RC: Tensor, spare_RC: Tensor, tile: Tile) -> None:
         for dim, side, index in sides_of(tile, self.row, self.col):
-            side.count[index] += (s_RC > side.level[index].unsqueeze(dim)).sum(dim)
+            side.count[index] += (s_RC > part(side.level, index).unsqueeze(dim)).sum(dim)
 
     def parts(self) -> tuple[Tensors, Tensors]:
         return (self.row.count,), () if self.col is None else (self.col.count,)

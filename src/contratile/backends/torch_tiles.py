@@ -19,7 +19,7 @@ from torch import Tensor
 
 from contratile.backends.torch_reductions import Reader, Weights
 from contratile.pairs import PairRule
-from contratile.stats import lowest
+from contratile.stats import lowest, part
 from contratile.tiles import Tile, TilePlan
 
 
@@ -68,9 +68,9 @@ def forward(scores: Scores, readers: Sequence[Reader], *, pos: Tensor | None) ->
     """Show every tile to the readers, after each row's positive score was written to `pos`."""
     plan, rule = scores.plan, scores.rule
     ws = Workspace(plan, scores.q, scores.key, tiles=2)
-    for block in plan.row_slices():
+    for block, tiles in plan.blocks():
         q_RD = ws.query(scores.q, block, scores.alpha)
-        for tile in plan.tiles_of(block):
+        for tile in tiles:
             s_RC = scores.cached(tile)
             s_RC = scores.compute(q_RD, ws.key(scores.key, tile.cols), ws.tile(0, tile) if s_RC is None else s_RC)
             if pos is not None:
@@ -84,9 +84,9 @@ def positives(scores: Scores, pos: Tensor) -> None:
     """Write each row's positive score to `pos`, by computing the tiles that hold one: to the last bit as `forward`."""
     plan = scores.plan
     ws = Workspace(plan, scores.q, scores.key, tiles=1)
-    for block in plan.row_slices():
+    for block, tiles in plan.blocks():
         q_RD = ws.query(scores.q, block, scores.alpha)
-        for tile in plan.tiles_of(block):
+        for tile in tiles:
             s_RC = ws.tile(0, tile)
             if any(True for _ in scores.rule.places(s_RC, tile)):
                 scores.compute(q_RD, ws.key(scores.key, tile.cols), s_RC)
@@ -95,7 +95,8 @@ def positives(scores: Scores, pos: Tensor) -> None:
 
 def _read_positives(s_RC: Tensor, tile: Tile, rule: PairRule, pos: Tensor) -> None:
     for at in rule.places(s_RC, tile):
-        pos[at.rows] = at.get() if at.inside is None else at.get(pos[at.rows])
+        known = part(pos, at.rows)
+        known.copy_(at.get(known))
 
 
 def backward(scores: Scores, weights: Weights, pos_grad: Tensor | None, into: Gradients, *, pos: Tensor | None) -> None:
@@ -112,10 +113,10 @@ def backward(scores: Scores, weights: Weights, pos_grad: Tensor | None, into: Gr
     # sum(g * s) = <alpha q, g k>, so a query gradient gives dalpha at no cost; without one the scores must be kept.
     keep_scores = dalpha is not None and dq is None
     ws = Workspace(plan, scores.q, scores.key, tiles=3 if keep_scores else 2)
-    for block in plan.row_slices() if plan.m else ():
+    for block, tiles in plan.blocks() if plan.m else ():
         q_RD = ws.query(scores.q, block, alpha)
         dq_RD = ws.query_grad(block)
-        for number, tile in enumerate(plan.tiles_of(block)):
+        for number, tile in enumerate(tiles):
             k_CD = ws.key(scores.key, tile.cols)
             g_RC, spare_RC = ws.tile(0, tile), ws.tile(1, tile)
             s_RC = scores.cached(tile)
@@ -130,11 +131,11 @@ def backward(scores: Scores, weights: Weights, pos_grad: Tensor | None, into: Gr
                 at.put_(own, spare_excluded=rule.exclude_self)
             if pos_grad is not None:
                 for at in places:
-                    at.add_(pos_grad[at.rows])
+                    at.add_(part(pos_grad, at.rows))
             if dq is not None:
                 dq_RD.addmm_(g_RC, k_CD, beta=min(number, 1))  # the first product writes, the others add
             if dk is not None:
-                dk[tile.cols].addmm_(g_RC.t(), q_RD)
+                part(dk, tile.cols).addmm_(g_RC.t(), q_RD)
             if dbias is not None:
                 dbias += g_RC.sum()
             if dalpha is not None and keep_scores:
@@ -149,9 +150,9 @@ def backward(scores: Scores, weights: Weights, pos_grad: Tensor | None, into: Gr
         if dalpha is not None and not keep_scores:
             dalpha += torch.dot(q_RD.flatten(), dq_RD.flatten()) / alpha
         if dq is not None and once:
-            torch.mul(dq_RD, alpha, out=dq[block])
+            torch.mul(dq_RD, alpha, out=part(dq, block))
         elif dq is not None:
-            dq[block].add_(dq_RD.mul_(alpha))
+            part(dq, block).add_(dq_RD.mul_(alpha))
 
 
 class Workspace:
@@ -169,24 +170,24 @@ class Workspace:
     def tile(self, index: int, tile: Tile) -> Tensor:
         view = self._views.get(index)
         if view is None or view.shape != tile.shape:  # most tiles have the shape of the one before
-            view = self._views[index] = self._tiles[index][: tile.end - tile.offset].view(tile.shape)
+            view = self._views[index] = part(self._tiles[index], slice(0, tile.end - tile.offset)).view(tile.shape)
         return view
 
     def query(self, q: Tensor, rows: slice, alpha: Tensor) -> Tensor:
         """A block of queries in the accumulation dtype, alpha folded in."""
-        block = q[rows]
-        out = self._query[: len(block)]
+        block = part(q, rows)
+        out = part(self._query, slice(0, len(block)))
         return torch.mul(block, alpha, out=out) if block.dtype == out.dtype else out.copy_(block).mul_(alpha)
 
     def query_grad(self, rows: slice) -> Tensor:
         """Room for the gradient of a block of queries."""
         if self._query_grad is None:
             self._query_grad = torch.empty_like(self._query)
-        return self._query_grad[: rows.stop - rows.start]
+        return part(self._query_grad, slice(0, rows.stop - rows.start))
 
     def key(self, k: Tensor, cols: slice) -> Tensor:
         """A block of keys that BLAS takes: a view of the keys if their layout allows, else a copy of the block."""
-        block = k[cols]
+        block = part(k, cols)
         return block if self._key is None else self._key[: len(block)].copy_(block)
 
 

@@ -1,0 +1,105 @@
+"""Tiled metrics: open_clip's numbers on the same features, several texts of an image, ties, memory."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import contratile as ct
+from contratile.bench.cases import cure_torchvision
+
+
+def pairs(n: int, d: int, *, noise: float = 1.0, seed: int = 0) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    image = F.normalize(torch.randn(n, d, generator=random), dim=1)
+    text = F.normalize(image + noise * torch.randn(n, d, generator=random) / d**0.5, dim=1)
+    return image, text
+
+
+@pytest.mark.parametrize(("n", "tile"), [(1, None), (37, 8), (300, None), (301, 64)])
+def test_same_numbers_as_open_clip(n: int, tile: int | None) -> None:
+    cure_torchvision()
+    from open_clip_train.train import get_clip_metrics
+
+    image, text = pairs(n, 16, noise=2.0)
+    theirs = get_clip_metrics(image, text, torch.tensor(1.0))
+    ours = ct.retrieval_metrics(image, text, tile=tile)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert value == pytest.approx(float(theirs[name]), abs=1e-12), name
+
+
+def test_several_texts_of_an_image() -> None:
+    image, _ = pairs(23, 8)
+    random = torch.Generator().manual_seed(1)
+    image_of_text = torch.randint(0, 20, (90,), generator=random)  # images 20, 21, 22 have no text
+    text = F.normalize(image[image_of_text] + 0.5 * torch.randn(90, 8, generator=random), dim=1)
+    scores = text @ image.T
+    to_image = (scores > scores.gather(1, image_of_text[:, None])).sum(1) + 1
+    ranks = []
+    for i in range(20):
+        own = image_of_text == i
+        if own.any():
+            ranks.append(int((scores[~own, i] > scores[own, i].max()).sum()) + 1)
+    found = ct.retrieval_metrics(image, text, (1, 3), image_of_text=image_of_text, tile=7)
+    assert found["text_to_image_R@3"] == pytest.approx((to_image <= 3).double().mean().item())
+    assert found["image_to_text_R@1"] == pytest.approx(sum(r <= 1 for r in ranks) / len(ranks))
+    assert found["image_to_text_mean_rank"] == pytest.approx(sum(ranks) / len(ranks))
+    assert 0 < found["image_to_text_R@1"] < 1
+
+
+def test_of_equal_scores_the_positive_is_the_first() -> None:
+    same = torch.ones(5, 4)
+    assert ct.retrieval_metrics(same, same)["text_to_image_R@1"] == 1
+    better = torch.tensor([[1.0, 0], [1, 0], [0, 1]])
+    assert ct.retrieval_metrics(better, better[[2, 1, 2]])["text_to_image_mean_rank"] == pytest.approx((2 + 1 + 1) / 3)
+
+
+def test_zero_shot() -> None:
+    image, _ = pairs(200, 16)
+    classes, _ = pairs(11, 16, seed=3)
+    targets = torch.randint(0, 11, (200,), generator=torch.Generator().manual_seed(2))
+    best = (image @ classes.T).topk(5).indices
+    found = ct.zero_shot_metrics(image, classes, targets, tile=13)
+    assert found["zero_shot_top1"] == pytest.approx((best[:, 0] == targets).double().mean().item())
+    assert found["zero_shot_top5"] == pytest.approx((best == targets[:, None]).any(1).double().mean().item())
+
+
+@pytest.mark.parametrize("tile", [1, 5, 1000])
+def test_nearest(tile: int) -> None:
+    query, gallery = pairs(9, 8)[0], pairs(33, 8, seed=5)[0]
+    scores, index = ct.nearest(query, gallery, 4, tile=tile)
+    expected = (query @ gallery.T).topk(4)
+    torch.testing.assert_close(scores, expected.values)
+    assert torch.equal(index, expected.indices)
+    assert ct.nearest(query, gallery[:2], 4)[0].shape == (9, 2)
+
+
+def test_errors_teach() -> None:
+    image, text = pairs(6, 4)
+    with pytest.raises(ValueError, match=r"image and text: expected equally many rows.*image_of_text="):
+        ct.retrieval_metrics(image, text[:5])
+    with pytest.raises(ValueError, match="labels: expected indices from 0 to 5"):
+        ct.retrieval_metrics(image, text, image_of_text=torch.full((6,), 6))
+    with pytest.raises(ValueError, match=r"targets: expected shape \[6\]"):
+        ct.zero_shot_metrics(image, text, torch.zeros(5, dtype=torch.long))
+
+
+@pytest.mark.slow
+def test_two_hundred_thousand() -> None:
+    """200k x 200k scores would take 160 GB."""
+    code = (
+        "import resource, torch, contratile as ct\n"
+        "image = torch.nn.functional.normalize(torch.randn(200_000, 32), dim=1)\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "found = ct.retrieval_metrics(image, image)\n"
+        "after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "assert found['text_to_image_R@1'] == found['image_to_text_R@1'] == 1, found\n"
+        "print((after - before) / 1024)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 160
