@@ -51,7 +51,7 @@ class Program:
 
     def __init__(self, ptx: str) -> None:
         start = ptx.index(".entry")
-        head, body = ptx[start : ptx.index("{", start)], ptx[ptx.index("{", start) + 1 : ptx.rindex("}")]
+        head, body = ptx[start:].split("$L__func_end0")[0].split("{", 1)  # debug information follows
         self.params = re.findall(r"\.param\s+\.(\w+)\s[^,)]*?(\w+)\s*[,\n)]", head)
         self.threads = int(re.findall(r"\.(?:reqntid|maxntid)\s+(\d+)", head)[0])
         self.register_sizes = re.findall(r"\.reg\s+\.\w+\s+(%\w+?)<(\d+)>", body)
@@ -192,11 +192,15 @@ def _address(operand: str, bits: int) -> Read:
     return lambda block: base(block) + DTYPES[f"u{bits}"](offset)
 
 
-def _write(name: str, value: Array, block: Block) -> None:
-    """To the lanes that the instruction is for."""
+def _kept_as(name: str) -> Any:
     kind = re.match(r"%[a-z]+", name)
     assert kind, name
-    bits = np.ascontiguousarray(np.broadcast_to(value, block.threads)).view(KEPT_AS[kind[0]])
+    return KEPT_AS[kind[0]]
+
+
+def _write(name: str, value: Array, block: Block) -> None:
+    """To the lanes that the instruction is for."""
+    bits = np.ascontiguousarray(np.broadcast_to(value, block.threads)).view(_kept_as(name))
     block.registers[name] = bits if block.mask is None else np.where(block.mask, bits, block.registers[name])
 
 
@@ -222,8 +226,9 @@ def _act(parts: list[str], operands: list[str], params: list[tuple[str, str]], t
         return lambda block: _write(targets[0], value(block), block)
 
     def unpack(block: Block) -> None:
-        for i, target in enumerate(targets):  # mov.b32 {%rs1, %rs2}, %r3
-            _write(target, (value(block) >> np.uint32(16 * i)).astype(np.uint16), block)
+        whole = np.ascontiguousarray(value(block))
+        for target, part in zip(targets, whole.view(_kept_as(targets[0])).reshape(-1, len(targets)).T, strict=True):
+            _write(target, part, block)
 
     return unpack
 
@@ -252,7 +257,7 @@ def _load(parts: list[str], operands: list[str], params: list[tuple[str, str]]) 
 
 def _widened(name: str, value: Array) -> Array:
     """A register may have more bits than what is loaded into it."""
-    kept = KEPT_AS[re.match(r"%[a-z]+", name)[0]]  # type: ignore[index]  # it is a register
+    kept = _kept_as(name)
     return value.astype(kept) if value.dtype.itemsize < np.dtype(kept).itemsize else value
 
 
@@ -344,10 +349,11 @@ def _simple(function: Callable[..., Array]) -> Callable[..., Read]:
 
 
 def _mov(parts: list[str], operands: list[str]) -> Read:
+    """Also into several registers, or out of them."""
     if operands[1].startswith("{"):
-        low, high = (_read(name, "b16") for name in _names(operands[1]))
-        return lambda block: low(block).astype(np.uint32) | (high(block).astype(np.uint32) << np.uint32(16))
-    return _read(operands[1], "b32" if operands[0].startswith("{") else parts[-1])
+        names = _names(operands[1])
+        return lambda block: np.stack([block.registers[name] for name in names], 1).view(DTYPES[parts[-1]]).reshape(-1)
+    return _read(operands[1], parts[-1])
 
 
 def _product(parts: list[str], operands: list[str]) -> Read:
