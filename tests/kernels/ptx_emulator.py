@@ -80,7 +80,7 @@ class Program:
             target = labels[operands[0] if parts[0] == "bra" else "return"]
         else:
             act = _act(parts, operands, self.params, text)
-        together = parts[0] in ("bar", "barrier", "mma", "ldmatrix", "shfl") or opcode.startswith("cp.async")
+        together = parts[0] in ("bar", "barrier", "mma", "ldmatrix", "shfl", "redux") or opcode.startswith("cp.async")
         return Step(text, (register, negated == "!") if register else None, act, target, together)
 
     def run(self, block: Block) -> None:
@@ -175,7 +175,7 @@ def _read(operand: str, kind: str) -> Read:
     if operand == "global_smem":  # all of shared memory, from its beginning
         return lambda block: np.zeros(block.threads, dtype)
     if re.fullmatch(r"0[fF][0-9a-fA-F]{8}", operand):
-        number = np.uint32(int(operand[2:], 16)).view(np.float32)
+        number = np.uint32(int(operand[2:], 16)).view(dtype)
     elif kind == "pred":
         number = np.bool_(int(operand, 0) != 0)
     else:
@@ -225,10 +225,12 @@ def _act(parts: list[str], operands: list[str], params: list[tuple[str, str]], t
     if len(targets) == 1:
         return lambda block: _write(targets[0], value(block), block)
 
+    kept = [target for target in targets if target != "_"]  # the others are thrown away
+
     def unpack(block: Block) -> None:
-        whole = np.ascontiguousarray(value(block))
-        for target, part in zip(targets, whole.view(_kept_as(targets[0])).reshape(-1, len(targets)).T, strict=True):
-            _write(target, part, block)
+        parts_of = np.ascontiguousarray(value(block)).view(_kept_as(kept[0])).reshape(-1, len(targets))
+        for target in kept:
+            _write(target, parts_of[:, targets.index(target)], block)
 
     return unpack
 
@@ -301,6 +303,12 @@ def _shuffle(parts: list[str], operands: list[str]) -> Act:
     return lambda block: _write(operands[0], block.shuffle(parts[2], value(block), by(block)), block)
 
 
+def _reduce(parts: list[str], operands: list[str]) -> Act:
+    function = {"min": np.minimum, "max": np.maximum, "add": np.add}[parts[2]]
+    value = _read(operands[1], parts[-1])
+    return lambda block: _write(operands[0], block.reduce(function, value(block)), block)
+
+
 def _matrices(parts: list[str], operands: list[str]) -> Act:
     names, address = _names(operands[0]), _address(operands[1], 32)
 
@@ -331,7 +339,7 @@ def _fence(parts: list[str], operands: list[str]) -> Act:
 
 TOGETHER: dict[str, Callable[..., Act]] = {
     **{"bar": _barrier, "barrier": _barrier, "shfl": _shuffle, "ldmatrix": _matrices, "mma": _multiply},
-    **{"membar": _fence, "fence": _fence},
+    **{"redux": _reduce, "membar": _fence, "fence": _fence},
 }
 
 # --- values: what an instruction writes to its first operand ------------------------------------------------------

@@ -221,6 +221,11 @@ class Block:
         result: Array = np.broadcast_to(x, self.threads)[self.warps * WARP + source]
         return result
 
+    def reduce(self, function: Any, x: Array) -> Array:
+        """Of all lanes of a warp, to all of them."""
+        result: Array = np.repeat(function.reduce(x.reshape(-1, WARP), axis=1).astype(x.dtype), WARP)
+        return result
+
     def multiply(self, a: list[Array], b: list[Array], c: list[Array], kind: str) -> list[Array]:
         """mma.m16n8: fragments of [16, K] and [K, 8] in registers, added to a fragment of [16, 8]."""
         width = 1 if kind == "tf32" else 2

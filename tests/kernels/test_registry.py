@@ -91,11 +91,14 @@ def test_what_options_ask_for_is_covered(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("kind", ["mps", "xpu", "hpu"])
 def test_other_devices_use_torch(kind: str) -> None:
-    assert registry.unavailable(SimpleNamespace(type=kind)) == f"a device of type {kind}"  # type: ignore[arg-type]
-    x = SimpleNamespace(is_cuda=False, is_cpu=False, device=SimpleNamespace(type=kind), dtype=torch.float32)
+    device = torch.device(kind)
+    assert registry.unavailable(device) == f"a device of type {kind}"
+    x: Any = SimpleNamespace(is_cuda=False, is_cpu=False, device=device, dtype=torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert registry.choose(Inputs(x, x, torch.ones(())), Task()) is torch_tiles  # type: ignore[arg-type]
+        assert registry.choose(Inputs(x, x, torch.ones(())), Task()) is torch_tiles
+    with pytest.raises(ValueError, match=f"got a device of type {kind}"):
+        registry.choose(Inputs(x, x, torch.ones(())), Task(backend="triton"))
 
 
 def test_one_warning_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

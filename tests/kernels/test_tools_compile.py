@@ -144,9 +144,8 @@ def test_emulated_reductions_on_strided_memory() -> None:
     index = torch.arange(n).flip(0) * 3
     x: Tensor = randn(rows, n, seed=1)
     out = torch.full((rows, 4), float("nan"))
-    launch = Launch(
-        scatter, (rows,), {"x": x, "index": index, "out": out.view(-1)[: 2 * rows], "n": n}, {"num_warps": 2}
-    )
+    arguments = {"x": x, "index": index, "out": out.view(-1)[: 2 * rows], "n": n}
+    launch = Launch(scatter, (rows,), arguments, {"num_warps": 2, "enable_fp_fusion": True})
     with emulated():
         launch.run()
     gathered = x[:, index % n].double()
