@@ -29,8 +29,6 @@ WRITTEN = {"bf16": 2.0**-8, "fp16": 2.0**-11, "tf32": 2.0**-11, "tf32x3": 0.0, "
 WORKSPACES = [1200, 8192, 64 << 20]
 """Room for few row blocks and one tile, for several, and for everything."""
 
-assert interpreter.launches
-
 
 def numbers(n: int, d: int, *, seed: int, kind: str, norm: float = 1.0) -> Tensor:
     """Features of about this norm in the dtype of a kind; for TF32, such that TF32 holds them."""
