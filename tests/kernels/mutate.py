@@ -3,7 +3,7 @@
     python -m tests.kernels.mutate              # the table; fails if a mutation survives
     python -m tests.kernels.mutate int32        # only those whose name contains a word
 
-A mutation is made in a copy of the package, which the files of `interpreted/` are then run on.
+A mutation is made in a copy of the package, on which those tests of `interpreted/` are then run that are about its place.
 """
 
 import os
@@ -26,6 +26,8 @@ class Mutation(NamedTuple):
     file: str
     old: str
     new: str
+    tests: str = "two_sets and ieee"
+    """which to run, in the words of pytest's -k"""
 
     @property
     def path(self) -> Path:
@@ -42,38 +44,55 @@ MUTATIONS = [
     Mutation("features beyond D are read", KERNELS, "k = tl.load(k_at, mask=d[None, :] < D - start, other=0.0)",
              "k = tl.load(k_at)"),
     Mutation("strides of the queries swapped", KERNELS, "at_row[:, None] * q_row + wide[None, :] * q_col",
-             "at_row[:, None] * q_col + wide[None, :] * q_row"),
-    Mutation("the stride of features forgotten in a step", KERNELS, "k_at += step * k_col", "k_at += step"),
+             "at_row[:, None] * q_col + wide[None, :] * q_row",
+             "test_strides"),
+    Mutation("the stride of features forgotten in a step", KERNELS, "k_at += step * k_col", "k_at += step",
+             "test_strides or beyond"),
     Mutation("int32 offset of a row", KERNELS, "at_row = tl.minimum(row, N - 1).to(tl.int64)",
-             "at_row = tl.minimum(row, N - 1)"),
-    Mutation("int32 offset of a feature", KERNELS, "wide = d.to(tl.int64)", "wide = d"),
+             "at_row = tl.minimum(row, N - 1)",
+             "beyond"),
+    Mutation("int32 offset of a feature", KERNELS, "wide = d.to(tl.int64)", "wide = d",
+             "beyond"),
     Mutation("no shift of a row's exponentials", KERNELS,
              "total * tl.exp2(level - top) + tl.sum(tl.exp2(s - top[:, None]), 1)",
-             "total * tl.exp2(level - level) + tl.sum(tl.exp2(s - level[:, None]), 1)"),
+             "total * tl.exp2(level - level) + tl.sum(tl.exp2(s - level[:, None]), 1)",
+             "extreme"),
     Mutation("running sum not brought to the new level", KERNELS,
              "total = total * tl.exp2(level - top) +", "total = total +"),
     Mutation("the last tile of a split skipped", KERNELS, "for start in range(begin, end, BLOCK_N):",
              "for start in range(begin, tl.maximum(end - BLOCK_N, begin + 1), BLOCK_N):"),
     Mutation("a part not brought to the common level", KERNELS, "sums * tl.exp2(top - highest)", "sums"),
     Mutation("diagonal tiles merged twice", KERNELS,
-             "[None, :] > first + p[:, None]", "[None, :] >= first + p[:, None]"),
-    Mutation("no self exclusion", KERNELS, "    if SELF:\n", "    if False:\n"),
+             "[None, :] > first + p[:, None]", "[None, :] >= first + p[:, None]",
+             "one_set and ieee"),
+    Mutation("no self exclusion", KERNELS, "    if SELF:\n", "    if False:\n",
+             "one_set and ieee"),
     Mutation("positives of equal id excluded", KERNELS, "same = same & ~positive", "same = same & same"),
-    Mutation("TF32 cut instead of rounded", KERNELS, "bits + 0x1000", "bits + 0"),
-    Mutation("NaN rounded to a number", KERNELS, "tl.where(x == x, rounded, x)", "rounded"),
-    Mutation("softplus without its series", KERNELS, "tl.where(e < 0.0625, series,", "tl.where(e < 0.0, series,"),
-    Mutation("the last group of row blocks misplaced", KERNELS, "within % depth", "within % GROUP"),
+    Mutation("TF32 cut instead of rounded", KERNELS, "bits + 0x1000", "bits + 0",
+             "tf32"),
+    Mutation("NaN rounded to a number", KERNELS, "tl.where(x == x, rounded, x)", "rounded",
+             "nan"),
+    Mutation("softplus without its series", KERNELS, "tl.where(e < 0.0625, series,", "tl.where(e < 0.0, series,",
+             "softplus"),
+    Mutation("the last group of row blocks misplaced", KERNELS, "within % depth", "within % GROUP",
+             "any_workspace or higher"),
     Mutation("a chunk's row offset forgotten", KERNELS, "place = (row - first_row).to", "place = (row).to"),
     Mutation("positives of columns forgotten", KERNELS,
-             "g += tl.where(mirrored, tl.load(pos_grad + at_col)[None, :], 0.0)", "g += 0.0"),
-    Mutation("signs not turned at positives", KERNELS, "g = tl.where(positive, -g, g) * sigmoid(", "g = g * sigmoid("),
+             "g += tl.where(mirrored, tl.load(pos_grad + at_col)[None, :], 0.0)", "g += 0.0",
+             "one_set and ieee"),
+    Mutation("signs not turned at positives", KERNELS, "g = tl.where(positive, -g, g) * sigmoid(", "g = g * sigmoid(",
+             "softplus and ieee"),
     Mutation("positives read by every split", KERNELS,
-             "mask=(row < N) & (label >= begin) & (label < end)", "mask=row < N"),
+             "mask=(row < N) & (label >= begin) & (label < end)", "mask=row < N",
+             "two_sets or one_set or ragged"),
     Mutation("gradients not near 1", HOST,
-             "largest.frexp().exponent - (13 if fp16 else 1)", "largest.frexp().exponent * 0"),
+             "largest.frexp().exponent - (13 if fp16 else 1)", "largest.frexp().exponent * 0",
+             "upstream or fp16"),
     Mutation("first product added to old memory", HOST, "first=number == 0", "first=False"),
-    Mutation("diagonal chunk counted twice in the scale", HOST, "share = 0.5 if", "share = 1.0 if"),
-    Mutation("diagonal chunk counted twice in the features", HOST, "if rows != cols:", "if True:"),
+    Mutation("diagonal chunk counted twice in the scale", HOST, "share = 0.5 if", "share = 1.0 if",
+             "one_set and ieee"),
+    Mutation("diagonal chunk counted twice in the features", HOST, "if rows != cols:", "if True:",
+             "one_set and ieee"),
     Mutation("upstream factor forgotten in the keys", HOST, "dk.mul_(factor)", "dk.mul_(factor / peak)"),
     Mutation("chunks merged with too few parts", HOST,
              "yield _merge(into, col_parts, count,", "yield _merge(into, col_parts, 1,"),
@@ -103,7 +122,20 @@ def judge(mutation: Mutation) -> Verdict:
     with tempfile.TemporaryDirectory() as folder:
         copy_with(mutation, Path(folder))
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", *BATTERY],
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-x",
+                "-q",
+                "--no-header",
+                "--tb=no",
+                "-p",
+                "no:cacheprovider",
+                "-k",
+                mutation.tests,
+                *BATTERY,
+            ],
             cwd=ROOT,
             env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"},
             capture_output=True,

@@ -36,8 +36,7 @@ class Step(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        assert self.config.m == self.config.n
-        return self.blocks**2
+        return self.blocks * -(-self.n // self.config.n)
 
     @property
     def features_of_a_tile(self) -> int:

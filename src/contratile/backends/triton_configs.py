@@ -27,19 +27,21 @@ class Config(NamedTuple):
 
 _WIDE = Config(128, 128, 64, 8, 3)
 _FP32 = Config(128, 128, 32, 8, 3)
+_SLIM = Config(128, 64, 32, 8, 3)
 _IEEE = Config(64, 64, 32, 4, 2)
 
 TABLE: dict[Arch, dict[str, Config]] = {
-    80: {"16-bit": _WIDE, "tf32": _FP32, "tf32x3": _FP32, "ieee": _IEEE},
-    86: {"16-bit": _WIDE, "tf32": _FP32, "tf32x3": _FP32, "ieee": _IEEE},
-    89: {"16-bit": _WIDE, "tf32": _FP32, "tf32x3": _FP32, "ieee": _IEEE},
-    90: {"16-bit": _WIDE, "tf32": _FP32, "tf32x3": _FP32, "ieee": _IEEE},
-    100: {"16-bit": _WIDE, "tf32": _FP32, "tf32x3": _FP32, "ieee": _IEEE},
-    120: {"16-bit": _WIDE, "tf32": _FP32, "tf32x3": _FP32, "ieee": _IEEE},
+    80: {"16-bit": _WIDE, "tf32": _FP32, "tf32x3": _SLIM, "ieee": _IEEE},
+    86: {"16-bit": _WIDE, "tf32": _FP32, "tf32x3": _SLIM, "ieee": _IEEE},
+    89: {"16-bit": _WIDE, "tf32": _FP32, "tf32x3": _SLIM, "ieee": _IEEE},
+    90: {"16-bit": _WIDE, "tf32": _FP32, "tf32x3": _SLIM, "ieee": _IEEE},
+    100: {"16-bit": Config(128, 64, 64, 8, 3), "tf32": _SLIM, "tf32x3": _SLIM, "ieee": _IEEE},
+    120: {"16-bit": Config(128, 128, 32, 8, 3), "tf32": _SLIM, "tf32x3": _SLIM, "ieee": _IEEE},
     "gfx90a": {"16-bit": _WIDE._replace(stages=2), "ieee": _IEEE},
     "gfx942": {"16-bit": _WIDE._replace(stages=2), "tf32": _FP32._replace(stages=2), "ieee": _IEEE},
 }
-"""fp32 features by the precision of their products. What an architecture lacks is computed with `ieee`."""
+"""fp32 features by the precision of their products. What an architecture lacks is computed with `ieee`. Slimmer tiles
+stand where 128 x 128 spills registers. The height is a multiple of the width, as symmetric scores want it."""
 
 
 def known_arch(capability: tuple[int, int]) -> int | None:

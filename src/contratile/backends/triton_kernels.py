@@ -137,7 +137,8 @@ def forward_tiles(
     """A block of rows against a split of the columns, every tile once.
 
     The rows' statistics run along; those of a tile's columns are stored, one part for each row block. Symmetric scores:
-    tiles begin at the diagonal, and one to the right of it gives its columns' statistics to the rows they are.
+    tiles begin at the diagonal, and those to the right of it give their columns' statistics to the rows they are.
+    BLOCK_M is a multiple of BLOCK_N.
     """
     height = first * BLOCK_M + tl.program_id(0) * BLOCK_M
     row = height + tl.arange(0, BLOCK_M)
@@ -169,7 +170,7 @@ def forward_tiles(
             if (lowest < start + BLOCK_N) & (highest >= start):
                 own += tl.sum(tl.where(positive, s, 0.0), 1)
             if SYMMETRIC:
-                if start > height:
+                if start >= height + BLOCK_M:
                     other = tl.load(labels + at_col)
                     here = (other >= height) & (other < height + BLOCK_M) & (col < M)
                     mirrored = tl.sum(tl.where(other[None, :] == row[:, None], s, 0.0), 0)

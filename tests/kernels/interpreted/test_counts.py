@@ -2,6 +2,7 @@
 
 from tests.kernels.interpreted.battery import numbers  # isort: skip  # first: it sets the mode of Triton
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.kernels.interpreter import launches
 from tests.kernels.traffic import Step
 from tests.test_cost import Meter
 
+ROOT = Path(__file__).parents[3]
 HOW: dict[str, Any] = {"backend": "triton", "tile": 16, "group": None}
 
 
@@ -83,8 +85,13 @@ def test_no_large_tensor_is_made() -> None:
 
 
 def test_traffic_of_a_large_batch() -> None:
-    """N = 32k, D = 512, bf16: the paper's kernels move 825 GB."""
+    """N = 32k, D = 512, bf16: the paper's kernels move 825 GB. Tiles are slimmer on sm_100, which spills otherwise."""
     for arch in TABLE:
         config = config_for(arch, 512, "16-bit")
         step = Step(32768, 512, 2, config, processors=108, workspace=triton_configs.WORKSPACE_BYTES)
-        assert step.total <= 80e9, (arch, step.total)
+        assert step.total <= (92e9 if arch == 100 else 80e9), (arch, step.total)
+    step = Step(32768, 512, 2, config_for(80, 512, "16-bit"), 108, triton_configs.WORKSPACE_BYTES)
+    parts = [step.forward().total, step.gradient().total, step.products().total]
+    forward, gradient, products = (f"{part / 1e9:.0f} GB" for part in parts)
+    row = f"| {step.total / 1e9:.0f} GB | forward {forward}, G {gradient}, two library products {products} |"
+    assert row in (ROOT / "docs/kernels.md").read_text()

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 import contratile as ct
-from contratile.backends import triton_configs
+from contratile.backends import triton_configs, triton_tiles
+from contratile.backends.triton_configs import Config
 from tests.helpers import randn, run
 from tests.kernels.interpreter import launches, same_in_any_order
 
@@ -64,6 +65,15 @@ def test_any_workspace(kind: str, one_set: bool, workspace: int) -> None:
     q, k = numbers(M, D, seed=1, kind=kind), numbers(M, D, seed=2, kind=kind)
     rule = (ONE_SET["views"] if one_set else TWO_SETS["labels and ids"])(M, M)
     judge(in_kernels(rule, kind=kind, one_set=one_set), dense(rule, one_set=one_set), q, k, SCALE, kind=kind)
+
+
+@pytest.mark.parametrize("one_set", [False, True], ids=["two sets", "one set"])
+@pytest.mark.parametrize("config", [Config(32, 16, 16, 4, 2), Config(64, 16, 32, 4, 2)], ids=str)
+def test_tiles_that_are_higher_than_wide(config: Config, one_set: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_tiles, "config_for", lambda *_: config)
+    q, k = numbers(75, D, seed=1, kind="fp16"), numbers(75, D, seed=2, kind="fp16")
+    rule = (ONE_SET["labels"] if one_set else TWO_SETS["labels and ids"])(75, 75)
+    judge(in_kernels(rule, kind="fp16", one_set=one_set), dense(rule, one_set=one_set), q, k, SCALE, kind="fp16")
 
 
 SHAPES = [(1, 1, 1), (1, 40, 3), (40, 1, 16), (16, 16, 32), (17, 33, 64), (31, 15, 65), (48, 32, 40)]
@@ -227,11 +237,12 @@ def test_features_that_lie_beyond_32_bits(far: str, side: str) -> None:
     """Elements are 2^31 and more apart; memory that is not touched does not exist."""
     n, d = (3, 16) if far == "rows" else (2, 20)
     step = 2**30 + 7 if far == "rows" else 2**27 + 3
-    store = torch.empty(max(n, d) * step + 64, dtype=torch.float16)
+    strides = (step, 1) if far == "rows" else (1, step)
+    extent = (n - 1) * strides[0] + (d - 1) * strides[1] + 1
+    assert extent > 2**31
     x, y = numbers(n, d, seed=1, kind="fp16"), numbers(5, d, seed=2, kind="fp16")
-    wide = store.as_strided((n, d), (step, 1) if far == "rows" else (1, step))
+    wide = torch.empty(extent, dtype=torch.float16).as_strided((n, d), strides)
     wide.copy_(x)
-    assert sum((size - 1) * stride for size, stride in zip(wide.shape, wide.stride(), strict=True)) >= 2**31
     q, k = (wide, y) if side == "query" else (y, wide)
     row, col = ct.pair_lse(q, k, 3.0, **HOW)
     scores = 3.0 * q.double() @ k.double().T
