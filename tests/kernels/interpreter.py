@@ -269,6 +269,7 @@ class Launch:
     def touch(self, kind: str, pointers: Any, mask: Array) -> Any:
         """Check an access and count it; the pointers with their true addresses."""
         data: Array = pointers.data
+        mask = mask.astype(np.bool_)  # of a vector and a scalar the interpreter makes whole numbers
         true = data & np.uint64((1 << TAG) - 1)
         lanes, addresses = (np.broadcast_to(x, mask.shape)[mask] for x in (data >> np.uint64(TAG), true))
         if lanes.size:

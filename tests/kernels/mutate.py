@@ -3,7 +3,7 @@
     python -m tests.kernels.mutate              # the table; fails if a mutation survives
     python -m tests.kernels.mutate int32        # only those whose name contains a word
 
-A mutation is made in a copy of the package, on which those tests of `interpreted/` are then run that are about its place.
+A mutation is made in a copy of the package, on which the tests of `interpreted/` are run that are about its place.
 """
 
 import os

@@ -4,20 +4,21 @@
     found.problems  # what is wrong; empty if all is well
     found.advice  # what could be better
 
-Right means: against the dense formula in fp64, values and gradients are off by no more than the same formula is in the
-features' own dtype, plus a few roundings.
+Right means: values and gradients are off from the dense formula in fp64 by no more than three times what the formula
+itself is off in the dtype that is computed in (fp32; the features' own for `backend="dense"`), and a few roundings.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from contratile import functional, reference
-from contratile.bench.harness import Notify, describe, environment
+from contratile.backends import registry
+from contratile.bench.harness import Notify, environment
 
 SCALE = 10.0
 ROUNDS = 3
@@ -39,7 +40,8 @@ def _labels(x: Tensor) -> Tensor:
     return torch.arange(len(x), device=x.device)
 
 
-class State(NamedTuple):
+@dataclass(frozen=True)
+class State:
     """Whether a backend can be used on a device."""
 
     device: str
@@ -49,7 +51,8 @@ class State(NamedTuple):
     """Why not."""
 
 
-class Accuracy(NamedTuple):
+@dataclass(frozen=True)
+class Accuracy:
     """Errors relative to the largest entry: of the loss, and of the gradient that is off the most."""
 
     device: str
@@ -65,7 +68,8 @@ class Accuracy(NamedTuple):
     """What was raised, if something was."""
 
 
-class Timing(NamedTuple):
+@dataclass(frozen=True)
+class Timing:
     """A step, forward and backward of `clip_loss`; the best of some rounds."""
 
     device: str
@@ -137,28 +141,31 @@ def examine(devices: Sequence[torch.device], *, quick: bool = False, notify: Not
 
 def state_of(device: torch.device, backend: str) -> State:
     """Try it."""
+    reason = registry.unavailable(device) if backend == "triton" else None
+    if reason is not None:
+        return State(str(device), backend, False, reason)
     q, k, s = (x.requires_grad_() for x in features(8, 8, torch.float32, device))
     try:
         functional.clip_loss(q, k, s, group=None, backend=backend).backward()  # type: ignore[arg-type, no-untyped-call]
     except Exception as error:  # whatever it is, it is what a user would meet
-        return State(str(device), backend, False, describe(error))
+        return State(str(device), backend, False, _raised(error))
     return State(str(device), backend, True, "")
 
 
 def accuracy(device: torch.device, backend: str, loss: str, dtype: torch.dtype) -> Accuracy:
-    """Compare with fp64, and with the dense formula in this dtype."""
+    """Compare with fp64, and with how far the dense formula is from it."""
     inputs = features(97, 40, dtype, device)
-    exact = _outcome(loss, reference, [x.cpu().double() for x in inputs])
-    naive = _errors(_outcome(loss, reference, inputs), exact)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
+    exact = _outcome(loss, reference, [x.cpu().double() for x in inputs])
+    naive = _errors(_outcome(loss, reference, inputs if backend == "dense" else [x.to(wide) for x in inputs]), exact)
     noise = 8 * torch.finfo(wide).eps * (1 + SCALE)
     rounding = 0.0 if dtype == wide else torch.finfo(dtype).eps
-    allowed = naive[0] + noise, naive[1] + noise + rounding
+    allowed = 3 * naive[0] + noise, 3 * naive[1] + noise + rounding
     key = str(device), backend, loss, _name(dtype)
     try:
         errors = _errors(_outcome(loss, functional, inputs, group=None, backend=backend), exact)
     except Exception as error:  # as above
-        return Accuracy(*key, float("nan"), allowed[0], float("nan"), allowed[1], ok=False, note=describe(error))
+        return Accuracy(*key, float("nan"), allowed[0], float("nan"), allowed[1], ok=False, note=_raised(error))
     ok = all(error <= limit for error, limit in zip(errors, allowed, strict=True))
     return Accuracy(*key, errors[0], allowed[0], errors[1], allowed[1], ok)
 
@@ -207,7 +214,7 @@ def timings(device: torch.device, backends: Sequence[str], quick: bool) -> list[
             try:
                 taken = _seconds(device, backend, inputs)
             except Exception as error:  # out of memory is a finding too
-                notes[backend] = describe(error)
+                notes[backend] = _raised(error)
                 continue
             best[backend] = min(taken, best.get(backend, taken))
     return [
@@ -242,6 +249,10 @@ def _described(device: torch.device) -> str:
     properties = torch.cuda.get_device_properties(device)
     kind = getattr(properties, "gcnArchName", "") if torch.version.hip else f"sm_{properties.major}{properties.minor}"
     return f"{device}: {properties.name}, {kind}, {properties.total_memory / 2**30:.0f} GiB"
+
+
+def _raised(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".rstrip(".")
 
 
 def _name(dtype: torch.dtype) -> str:
