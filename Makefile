@@ -1,6 +1,7 @@
 # make test   everything that gates: lint, types, tests        make demo   the benchmark at a small size, with pictures
 # make test-all   the slow tests too                           make bench  the benchmark of README (about an hour)
-# make docs   the documentation as a site in site/             make clean  remove what the others made
+# make docs   the documentation as a site in site/             make kernels   what kernels use of each GPU, compiled here
+# make clean  remove what the others made
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,7 +9,7 @@ READY := .venv/ready
 export PIP_CONSTRAINT := $(abspath constraints.txt)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: test test-all lint types demo bench docs clean
+.PHONY: test test-all lint types demo bench kernels docs clean
 
 test: lint types docs
 	$(BIN)/pytest -m "not slow"
@@ -28,6 +29,9 @@ demo: $(READY)
 
 bench: $(READY)
 	$(BIN)/contratile bench loss --out out/bench
+
+kernels: $(READY)
+	$(BIN)/python -m tests.kernels.resources
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -110,7 +110,8 @@ def test_options(loss: Any) -> None:
         fails(call(tile=bad), TypeError, expected="an int", got=kind, remedy="whole number")
         fails(call(cache_bytes=bad), TypeError, expected="an int", got=kind, remedy="whole number")
     fails(call(cache_bytes=-1), ValueError, expected="at least 0", got="-1", remedy="default")
-    fails(call(backend="cuda"), ValueError, expected="one of 'auto', 'torch', 'dense'", got="'cuda'", remedy="spelling")
+    backends = "one of 'auto', 'torch', 'triton', 'dense'"
+    fails(call(backend="cuda"), ValueError, expected=backends, got="'cuda'", remedy="spelling")
     fails(call(backend=None), ValueError, expected="one of", got="None", remedy="spelling")
     fails(
         call(group="world"), ValueError, expected='"auto", None or a process group', got="'world'", remedy="Pass None"

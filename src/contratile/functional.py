@@ -7,7 +7,10 @@ in fp32 (fp64 for fp64 features), gradients in the dtype of what they belong to.
                  Over several ranks a loss and its backward are collective: every rank of the group calls both
     reduction    "none" (one value per local row), "sum" of these, or "mean": world_size / N_total times the sum, so
                  that the mean over ranks is the global mean loss, and DDP's average of gradients is its gradient
-    backend      "auto", "torch" (tiles) or "dense" (materialises the scores; for comparison)
+    backend      "auto", "torch" (tiles), "triton" (kernels, on CUDA and ROCm) or "dense" (materialises the scores; for
+                 comparison). "auto" is "triton" where that runs and covers the call, else "torch"
+    precision    of products of fp32 features where the hardware has TF32: "ieee", "tf32x3" (kernels; else as "ieee") or
+                 "tf32". None follows `torch.get_float32_matmul_precision()`: "highest" is "ieee", the others "tf32"
     tile         rows and columns of a tile; None lets `plan_tiles` choose
     cache_bytes  memory that may be spent on keeping score tiles for the backward pass, which then saves one of
                  four matrix products for each tile kept; the results are the same to the last bit
@@ -36,7 +39,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict, overload
 import torch
 from torch import Tensor
 
-from contratile.backends import BACKENDS, Backend
+from contratile.backends import BACKENDS, Backend, registry
+from contratile.backends.precision import PRECISIONS, Precision
 from contratile.contrast import (
     BatchStats,
     Ids,
@@ -75,6 +79,7 @@ class How(NamedTuple):
     backend: Backend
     tile: int | None
     cache_bytes: int
+    precision: Precision | None
 
 
 class Keywords(TypedDict, total=False):
@@ -85,6 +90,7 @@ class Keywords(TypedDict, total=False):
     backend: Backend
     tile: int | None
     cache_bytes: int
+    precision: Precision | None
 
 
 class PairKeywords(Keywords, total=False):
@@ -111,6 +117,7 @@ def pair_lse(
     backend: Backend = "auto",
     tile: int | None = None,
     cache_bytes: int = 0,
+    precision: Precision | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Row and column log-sum-exps of the scores, natural logarithm, without the scores. Replaces
 
@@ -120,7 +127,7 @@ def pair_lse(
     A side that is not asked for is empty. `key=None` stands for the queries themselves, at half the work.
     """
     features = {"query": query} if key is None else {"query": query, "key": key}
-    how = How(group, "none", backend, tile, cache_bytes)
+    how = How(group, "none", backend, tile, cache_bytes, precision)
     engine = _start(f"pair_lse rows={rows} cols={cols}", features, {"scale": scale}, how)
     results, unit = pair_stats(Inputs(query, key, as_tensor(scale, query)), Task(rows=rows, cols=cols), engine)
     row, col = (results[side] * unit if side in results else query.new_empty(0) for side in ("row", "col"))
@@ -164,6 +171,7 @@ def clip_loss(
     backend: Backend = "auto",
     tile: int | None = None,
     cache_bytes: int = 0,
+    precision: Precision | None = None,
 ) -> Tensor | tuple[Tensor, BatchStats]:
     """The symmetric contrastive loss of CLIP over pairs (image_i, text_i). Replaces
 
@@ -181,7 +189,7 @@ def clip_loss(
         options.check(image, text)
 
     features = {"image": image, "text": text}
-    how = How(group, reduction, backend, tile, cache_bytes)
+    how = How(group, reduction, backend, tile, cache_bytes, precision)
     engine = _start("clip_loss", features, {"scale": scale}, how, check, options)
     labels = torch.arange(len(image), device=image.device)
     losses = cross_entropies(image, text, scale, labels, options, engine, cols=True)
@@ -229,6 +237,7 @@ def info_nce(
     backend: Backend = "auto",
     tile: int | None = None,
     cache_bytes: int = 0,
+    precision: Precision | None = None,
 ) -> Tensor | tuple[Tensor, BatchStats]:
     """InfoNCE of queries against keys, of which there may be more than queries. Replaces
 
@@ -249,7 +258,7 @@ def info_nce(
             bad_value("key", expected=f"at least {len(query)} rows", got=len(key), remedy=remedy)
         options.check(query, key)
 
-    how = How(group, reduction, backend, tile, cache_bytes)
+    how = How(group, reduction, backend, tile, cache_bytes, precision)
     features = {"query": query, "key": key}
     engine = _start("info_nce", features, {"scale": scale}, how, check, options)
     labels = torch.arange(len(query), device=query.device) if labels is None else labels.long()
@@ -287,6 +296,7 @@ def nt_xent(
     backend: Backend = "auto",
     tile: int | None = None,
     cache_bytes: int = 0,
+    precision: Precision | None = None,
 ) -> Tensor | tuple[Tensor, BatchStats]:
     """SimCLR's loss of two views of each example: every view against all others. Replaces
 
@@ -302,7 +312,7 @@ def nt_xent(
         _check_pairs("z1 and z2", z1, z2)
         _check_temperature(temperature)
 
-    how = How(group, reduction, backend, tile, cache_bytes)
+    how = How(group, reduction, backend, tile, cache_bytes, precision)
     engine = _start("nt_xent", {"z1": z1, "z2": z2}, {"temperature": temperature}, how, check, views=2)
     z = torch.cat([z1, z2])
     labels = torch.arange(len(z), device=z.device).roll(len(z1))
@@ -329,6 +339,7 @@ def sup_con(
     backend: Backend = "auto",
     tile: int | None = None,
     cache_bytes: int = 0,
+    precision: Precision | None = None,
 ) -> Tensor:
     """The supervised contrastive loss: all others of an anchor's label are its positives. Replaces
 
@@ -344,7 +355,7 @@ def sup_con(
         check_vector("labels", labels, length=len(z), device=z.device)
         _check_temperature(temperature)
 
-    how = How(group, reduction, backend, tile, cache_bytes)
+    how = How(group, reduction, backend, tile, cache_bytes, precision)
     engine = _start("sup_con", {"z": z}, {"temperature": temperature}, how, check)
     classes = labels.long().unsqueeze(1)
     itself = torch.arange(len(z), device=z.device)
@@ -390,6 +401,7 @@ def siglip_loss(
     backend: Backend = "auto",
     tile: int | None = None,
     cache_bytes: int = 0,
+    precision: Precision | None = None,
 ) -> Tensor | tuple[Tensor, BatchStats]:
     """The sigmoid loss of SigLIP, scaled as open_clip's. Replaces
 
@@ -401,7 +413,7 @@ def siglip_loss(
         _check_pairs("image and text", image, text)
         check_scale(bias, "bias")
 
-    how = How(group, reduction, backend, tile, cache_bytes)
+    how = How(group, reduction, backend, tile, cache_bytes, precision)
     numbers = {"scale": scale, "bias": bias}
     engine = _start("siglip_loss", {"image": image, "text": text}, numbers, how, check)
     labels = torch.arange(len(image), device=image.device)
@@ -443,7 +455,7 @@ def _start(
 
     A loss that takes its features together as one set of `views` per row has so many times their rows.
     """
-    group, reduction, backend, tile, cache_bytes = how
+    group, reduction, backend, tile, cache_bytes, precision = how
     team = Team.of(group)
     try:
         check_features(features, empty=team.size > 1)
@@ -451,13 +463,19 @@ def _start(
         check()
         check_choice("backend", backend, BACKENDS)
         check_count("cache_bytes", cache_bytes, least=0)
+        if precision is not None:
+            check_choice("precision", precision, PRECISIONS)
         if tile is not None:
             check_count("tile", tile, least=1)
         for name, number in numbers.items():
             check_scale(number, name)
         if backend == "dense" and team.size > 1:
-            remedy = "Use backend='torch', or group=None for this rank's own pairs."
-            bad_value("backend", expected="'auto' or 'torch' over several ranks", got="'dense'", remedy=remedy)
+            remedy = "Use backend='auto', or group=None for this rank's own pairs."
+            bad_value(
+                "backend", expected="'auto', 'torch' or 'triton' over several ranks", got="'dense'", remedy=remedy
+            )
+        if not torch.compiler.is_compiling():  # the compiled operator finds out for itself
+            registry.require(backend, next(iter(features.values())).device)
     except (ValueError, TypeError) as error:
         team.refuse(error)
         raise
@@ -484,9 +502,8 @@ def _start(
         sizes = [(fact.queries, fact.keys, fact.extra) for fact in facts]
     queries, keys, extras = zip(*sizes, strict=True)
     ring = Ring.flat(team, keys, total=sum(queries))
-    return Engine(
-        ring, backend, tile, cache_bytes, None if extra is None else Ring.flat(team, extras, total=sum(queries))
-    )
+    extra_ring = None if extra is None else Ring.flat(team, extras, total=sum(queries))
+    return Engine(ring, backend, tile, cache_bytes, extra_ring, precision)
 
 
 def _reduce(per_row: Tensor, unit: float, reduction: Reduction, ring: Ring, weights: Tensor | None = None) -> Tensor:

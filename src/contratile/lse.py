@@ -17,6 +17,7 @@ from torch import Tensor
 
 from contratile import operators, reference
 from contratile.backends import Backend
+from contratile.backends.precision import Precision, resolve
 from contratile.operators import no_second_derivative
 from contratile.passes import backward, forward
 from contratile.ring import Ring
@@ -24,7 +25,7 @@ from contratile.task import DIFFERENTIABLE, Inputs, Results, Task
 
 
 class Engine(NamedTuple):
-    """How a call is carried out: by whom, with which tiles."""
+    """How a call is carried out: by whom, with which tiles, how exactly."""
 
     ring: Ring
     backend: Backend = "auto"
@@ -32,6 +33,8 @@ class Engine(NamedTuple):
     cache_bytes: int = 0
     extra: Ring | None = None
     """The ring of extra keys, if there are any."""
+
+    precision: Precision | None = None
 
 
 def pair_stats(x: Inputs, task: Task, engine: Engine) -> tuple[Results, float]:
@@ -50,6 +53,8 @@ def pair_stats(x: Inputs, task: Task, engine: Engine) -> tuple[Results, float]:
         cols=task.cols and x.key is not None,
         tile=engine.tile or 0,
         cache_bytes=engine.cache_bytes if wants_grad else 0,
+        backend=engine.backend,
+        precision=resolve(engine.precision, x.query, engine.backend),
     )
     if not torch.compiler.is_compiling():
         results = _run(engine.ring, x, own)

@@ -1,34 +1,23 @@
-"""The two passes of the primitive: ring x tiles, without autograd.
+"""The two passes of the primitive: ring x backend, without autograd.
 
     forward   scores S = scale Q K^T + bias -> statistics of rows and columns             1 matrix product
     backward  G = dL/dS -> dq = scale G k, dk = scale G^T q, dscale, dbias                3 matrix products
 
-Blocks of keys visit (one block, if there is one process) and the tile engine works on each: keys and column statistics
+Blocks of keys visit (one block, if there is one process) and the backend works on each: keys and column statistics
 travel forward, keys and their gradient backward.
 """
 
 from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
-from itertools import chain, repeat
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from contratile.backends import torch_tiles
-from contratile.backends.torch_reductions import (
-    Direction,
-    Higher,
-    LseReader,
-    LseWeights,
-    RankReader,
-    Reader,
-    SoftplusReader,
-    SoftplusWeights,
-    Sums,
-    Weights,
-)
-from contratile.backends.torch_tiles import Gradients, Scores, accumulation_dtype
+from contratile.backends import registry, torch_tiles
+from contratile.backends.block import Given, Gradients, Levels, Scores, Side, accumulation_dtype
+from contratile.backends.precision import library_products
 from contratile.classes import add_class_grads, class_sums
 from contratile.pairs import PairRule
 from contratile.ring import Ring, RingPass, Tensors
@@ -46,7 +35,9 @@ def forward(ring: Ring, x: Inputs, task: Task) -> Results:
     caches = _pieces(cache, items)
     mine = {"key": x.query if x.key is None else x.key, "ids": x.key_ids, "classes": x.key_classes}
     own_level = x.query_pos
+    tiles = registry.choose(x, task)
     if task.knows_positives and pos is not None:
+        assert tiles is torch_tiles, "kernels do not compare with positives"
         torch_tiles.positives(_block(ring, ring.team.rank, x, mine, task, alpha, cache[:0]), pos)
         own_level = pos
         if task.cols:
@@ -57,12 +48,13 @@ def forward(ring: Ring, x: Inputs, task: Task) -> Results:
     for block in trip:
         visitor = dict(zip(names, block.carried, strict=True))
         scores = _block(ring, block.source, x, visitor, task, alpha, next(caches))
-        readers = _readers(scores, task, own_level, visitor.get("level"))
-        torch_tiles.forward(scores, readers, pos=pos if block.home and not task.knows_positives else None)
-        parts = [reader.parts() for reader in readers]
+        levels = Levels(own_level, visitor.get("level"))
+        reads = pos if block.home and not task.knows_positives else None
+        with library_products(task.precision, x.query):
+            new_rows, block.gathered = tiles.forward(scores, task, levels, reads)
         if x.query_classes is not None:
-            parts.append(_class_parts(x.query_classes, visitor["classes"], scores, task))
-        new_rows, block.gathered = (tuple(chain.from_iterable(side)) for side in zip(*parts, strict=True))
+            sums = _class_parts(x.query_classes, visitor["classes"], scores, task)
+            new_rows, block.gathered = new_rows + sums[0], block.gathered + sums[1]
         if rows is None:
             rows = new_rows
         else:
@@ -98,13 +90,15 @@ def backward(
     cache = results.get("cache", alpha.new_empty(0))
     caches = _pieces(cache, cached_items(ring, x, task))
     own_level = pos if x.query_pos is None else x.query_pos
-    row = Direction(results["row"], grads["row"], _limit(own_level, alpha, task)) if "row" in grads else None
+    tiles = registry.choose(x, task)
+    lse = task.reduce == "lse"
+    row = Side(results["row"] if lse else None, grads["row"], own_level) if "row" in grads else None
     # Symmetric scores: a visitor's rows are this rank's columns.
     side = "row" if symmetric else "col"
     mine = {"key": x.query if x.key is None else x.key, "ids": x.key_ids}
     if side in grads:
         level = _by_key(pos, x) if pos is not None and task.filters else None
-        mine |= {"lse": results[side] if task.reduce == "lse" else None, "grad": grads[side], "level": level}
+        mine |= {"lse": results[side] if lse else None, "grad": grads[side], "level": level}
     sums_grad = grads.get("row_sums"), grads.get(f"{side}_sums")
     if any(grad is not None for grad in sums_grad):
         mine |= {"classes": x.key_classes, "sums_grad": sums_grad[1]}
@@ -115,20 +109,16 @@ def backward(
         visitor = dict(zip(names, block.carried, strict=True))
         scores = _block(ring, block.source, x, visitor, task, alpha, next(caches))
         mirrored = scores.k is None
-        weights: Weights
-        if task.reduce == "softplus":
-            grad = grads.get("row", alpha.new_zeros(len(x.query)))
-            weights = SoftplusWeights(grad, visitor.get("grad"), labels=scores.rule.labels, pos=pos)
-        else:
-            col = None
-            if "lse" in visitor and not mirrored:
-                col = Direction(visitor["lse"], visitor["grad"], _limit(visitor.get("level"), alpha, task))
-            weights = LseWeights(row, col, labels=scores.rule.labels, pos=pos, mirrored=mirrored)
+        col = None
+        if "grad" in visitor and not mirrored:
+            col = Side(visitor.get("lse"), visitor["grad"], visitor.get("level"))
+        given = Given(row, col, pos, grads.get("pos") if block.home else None)
         dk = block.gathered[0] if block.gathered else None
         # Of symmetric scores two ranks compute the tiles between them, each for both.
         dalpha = alpha.new_zeros(()) if dscale is not None and symmetric and not block.home else dscale
         into = Gradients(dq, dq if mirrored else dk, dalpha, dbias, once)
-        torch_tiles.backward(scores, weights, grads.get("pos") if block.home else None, into, pos=pos)
+        with library_products(task.precision, x.query):
+            tiles.backward(scores, task, given, into)
         if dscale is not None and dalpha is not None and dalpha is not dscale:
             dscale += dalpha / 2
         if "classes" in visitor and x.query_classes is not None:
@@ -174,21 +164,6 @@ def _block(
     )
     key = None if x.key is None and home else visitor["key"]
     return Scores(x.query, key, alpha, x.bias, rule, _plan(ring, source, x, task), cache)
-
-
-def _readers(scores: Scores, task: Task, row_level: Tensor | None, col_level: Tensor | None) -> list[Reader]:
-    n, m, alpha, rule = scores.plan.n, scores.plan.m, scores.alpha, scores.rule
-    readers: list[Reader]
-    if task.reduce == "softplus":
-        readers = [SoftplusReader(rule, alpha.new_zeros(n), alpha.new_zeros(m) if task.cols else None)]
-    else:
-        row = Sums(n, alpha, _limit(row_level, alpha, task)) if task.rows else None
-        col = Sums(m, alpha, _limit(col_level, alpha, task)) if task.cols else None
-        readers = [LseReader(rule, row, col)]
-    if task.ranks:
-        assert row_level is not None
-        readers.append(RankReader(Higher(row_level), None if col_level is None or not task.cols else Higher(col_level)))
-    return readers
 
 
 def _class_parts(query_classes: Tensor, key_classes: Tensor, scores: Scores, task: Task) -> tuple[Tensors, Tensors]:
@@ -239,10 +214,6 @@ def _by_key(pos: Tensor, x: Inputs) -> Tensor:
     assert x.labels is not None
     keys = (x.query if x.key is None else x.key).shape[0]
     return pos.new_full((keys,), torch.inf).scatter_reduce_(0, x.labels, pos, "amax", include_self=False)
-
-
-def _limit(level: Tensor | None, alpha: Tensor, task: Task) -> Tensor | None:
-    return level - alpha * task.margin if level is not None and task.filters else None
 
 
 def _plan(ring: Ring, source: int, x: Inputs, task: Task) -> TilePlan:

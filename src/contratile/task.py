@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 LOG2E = 1.4426950408889634
+_HOW = ("tile", "cache_bytes", "backend", "precision")
 
 
 class Inputs(NamedTuple):
@@ -35,6 +36,8 @@ class Task(NamedTuple):
     ranks: bool = False
     tile: int = 0
     cache_bytes: int = 0
+    backend: str = "auto"
+    precision: str = "ieee"
 
     @property
     def unit(self) -> float:
@@ -43,7 +46,7 @@ class Task(NamedTuple):
 
     def definition(self) -> dict[str, Any]:
         """What decides the results, without how they are computed."""
-        return {name: value for name, value in self._asdict().items() if name not in ("tile", "cache_bytes")}
+        return {name: value for name, value in self._asdict().items() if name not in _HOW}
 
     @property
     def filters(self) -> bool:

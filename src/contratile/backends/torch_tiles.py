@@ -5,68 +5,39 @@ Shapes: N queries, M keys, D features; a tile has R rows and C columns:
     s_RC = (alpha * q_RD) k_CD^T + bias        alpha = scale * log2(e) for log-sum-exps in base 2
 
 One tile costs one product forward and up to three backward (scores again, query gradient, key gradient), and
-serves both directions. `forward` shows every tile to readers, which gather the statistics of a block of keys, ready
-to be merged with those of others; `backward` adds a block's share to running gradients. A ring calls them for every
-visiting block, one process once. What is made of a tile is in `torch_reductions.py`; the loops are here. Products are
-written in place or into given buffers, which also keeps autocast from rounding them.
+serves both directions. `forward` shows every tile to readers, which gather the statistics of a block of keys;
+`backward` adds a block's share to running gradients (`block.py`). What is made of a tile is in `torch_reductions.py`;
+the loops are here. Products are written in place or into given buffers, which also keeps autocast from rounding them.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from contratile.backends.torch_reductions import Reader, Weights
+from contratile.backends.block import Given, Gradients, Levels, Scores, Side, Tensors, accumulation_dtype
+from contratile.backends.torch_reductions import (
+    Direction,
+    Higher,
+    LseReader,
+    LseWeights,
+    RankReader,
+    Reader,
+    SoftplusReader,
+    SoftplusWeights,
+    Sums,
+    Weights,
+)
 from contratile.pairs import PairRule
 from contratile.stats import lowest, part
+from contratile.task import Task
 from contratile.tiles import Tile, TilePlan
 
 
-class Scores(NamedTuple):
-    """What the scores of a block are made of, and how they are cut."""
-
-    q: Tensor
-    k: Tensor | None
-    """None stands for the queries: the scores are symmetric, and only the upper triangle of tiles is computed."""
-
-    alpha: Tensor
-    bias: Tensor | None
-    rule: PairRule
-    plan: TilePlan
-    cache: Tensor
-    """Keeps, from forward to backward, the score tiles that fit into it."""
-
-    @property
-    def key(self) -> Tensor:
-        return self.q if self.k is None else self.k
-
-    def cached(self, tile: Tile) -> Tensor | None:
-        return self.cache[tile.offset : tile.end].view(tile.shape) if tile.end <= len(self.cache) else None
-
-    def compute(self, q_RD: Tensor, k_CD: Tensor, out: Tensor) -> Tensor:
-        torch.mm(q_RD, k_CD.t(), out=out)
-        return out if self.bias is None else out.add_(self.bias)
-
-
-class Gradients(NamedTuple):
-    """Where `backward` adds to. What is None is not wanted."""
-
-    dq: Tensor | None
-    """[N, D], in the queries' dtype or the accumulation dtype."""
-
-    dk: Tensor | None
-    """[M, D], in the accumulation dtype, as every row block adds to it. Of symmetric scores it is `dq` itself."""
-
-    dalpha: Tensor | None
-    dbias: Tensor | None
-    once: bool = False
-    """Nothing else adds to `dq`: it is written, and need not be zero before."""
-
-
-def forward(scores: Scores, readers: Sequence[Reader], *, pos: Tensor | None) -> None:
+def forward(scores: Scores, task: Task, levels: Levels, pos: Tensor | None) -> tuple[Tensors, Tensors]:
     """Show every tile to the readers, after each row's positive score was written to `pos`."""
     plan, rule = scores.plan, scores.rule
+    readers = _readers(scores, task, levels)
     ws = Workspace(plan, scores.q, scores.key, tiles=2)
     for block, tiles in plan.blocks():
         q_RD = ws.query(scores.q, block, scores.alpha)
@@ -78,6 +49,29 @@ def forward(scores: Scores, readers: Sequence[Reader], *, pos: Tensor | None) ->
             rule.exclude_(s_RC, tile)
             for reader in readers:
                 reader.read(s_RC, ws.tile(1, tile), tile)
+    rows, cols = zip(*(reader.parts() for reader in readers), strict=True)
+    return sum(rows, ()), sum(cols, ())
+
+
+def _readers(scores: Scores, task: Task, levels: Levels) -> list[Reader]:
+    n, m, alpha, rule = scores.plan.n, scores.plan.m, scores.alpha, scores.rule
+    readers: list[Reader]
+    if task.reduce == "softplus":
+        readers = [SoftplusReader(rule, alpha.new_zeros(n), alpha.new_zeros(m) if task.cols else None)]
+    else:
+        row = Sums(n, alpha, _limit(levels.row, alpha, task)) if task.rows else None
+        col = Sums(m, alpha, _limit(levels.col, alpha, task)) if task.cols else None
+        readers = [LseReader(rule, row, col)]
+    if task.ranks:
+        assert levels.row is not None
+        readers.append(
+            RankReader(Higher(levels.row), None if levels.col is None or not task.cols else Higher(levels.col))
+        )
+    return readers
+
+
+def _limit(level: Tensor | None, alpha: Tensor, task: Task) -> Tensor | None:
+    return level - alpha * task.margin if level is not None and task.filters else None
 
 
 def positives(scores: Scores, pos: Tensor) -> None:
@@ -99,16 +93,16 @@ def _read_positives(s_RC: Tensor, tile: Tile, rule: PairRule, pos: Tensor) -> No
         known.copy_(at.get(known))
 
 
-def backward(scores: Scores, weights: Weights, pos_grad: Tensor | None, into: Gradients, *, pos: Tensor | None) -> None:
+def backward(scores: Scores, task: Task, given: Given, into: Gradients) -> None:
     """Add this block's share to the gradients.
 
-        g_RC = weights of s_RC, + pos_grad where a column is the row's positive
-        dq += alpha g k,   dk += g^T (alpha q),   dalpha += sum(g * (s - bias)) / alpha,   dbias += sum(g)
-
-    `pos` are the positives' scores as the forward pass read them.
+    g_RC = weights of s_RC, + pos_grad where a column is the row's positive
+    dq += alpha g k,   dk += g^T (alpha q),   dalpha += sum(g * (s - bias)) / alpha,   dbias += sum(g)
     """
     plan, rule, alpha = scores.plan, scores.rule, scores.alpha
     dq, dk, dalpha, dbias, once = into
+    pos, pos_grad = given.pos, given.pos_grad
+    weights = _weights(scores, task, given)
     assert dk is None or dk.dtype == alpha.dtype, "key gradients accumulate over row blocks, in full precision"
     # sum(g * s) = <alpha q, g k>, so a query gradient gives dalpha at no cost; without one the scores must be kept.
     keep_scores = dalpha is not None and dq is None
@@ -155,6 +149,20 @@ def backward(scores: Scores, weights: Weights, pos_grad: Tensor | None, into: Gr
             part(dq, block).add_(dq_RD.mul_(alpha))
 
 
+def _weights(scores: Scores, task: Task, given: Given) -> Weights:
+    alpha, labels, pos = scores.alpha, scores.rule.labels, given.pos
+    if task.reduce == "softplus":
+        row = alpha.new_zeros(scores.plan.n) if given.row is None else given.row.grad
+        return SoftplusWeights(row, None if given.col is None else given.col.grad, labels=labels, pos=pos)
+    sides = (None if side is None else _direction(side, alpha, task) for side in (given.row, given.col))
+    return LseWeights(*sides, labels=labels, pos=pos, mirrored=scores.k is None)
+
+
+def _direction(side: Side, alpha: Tensor, task: Task) -> Direction:
+    assert side.lse is not None
+    return Direction(side.lse, side.grad, _limit(side.level, alpha, task))
+
+
 class Workspace:
     """The buffers that every tile of a pass is written into."""
 
@@ -189,8 +197,3 @@ class Workspace:
         """A block of keys that BLAS takes: a view of the keys if their layout allows, else a copy of the block."""
         block = part(k, cols)
         return block if self._key is None else self._key[: len(block)].copy_(block)
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp64 computes in fp64, everything else in fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -27,6 +27,12 @@ class Command(NamedTuple):
 
 COMMANDS = (
     Command(
+        "doctor",
+        "check this machine: devices, backends, accuracy, a short timing, a verdict",
+        "contratile.cli.doctor:doctor",
+        "contratile doctor --quick",
+    ),
+    Command(
         "tiles",
         "print how a score matrix is cut into tiles",
         "contratile.cli.tiles:tiles",

@@ -1,0 +1,39 @@
+"""How exactly fp32 features are multiplied where the hardware has TF32, by kernels and by library products alike.
+
+    ieee      fp32 products
+    tf32x3    three TF32 products in kernels, almost as exact; library products are fp32
+    tf32      operands rounded to nearest TF32: 11 bits
+
+16-bit features are multiplied exactly in any case, and a CPU has no TF32.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Precision = Literal["ieee", "tf32x3", "tf32"]
+PRECISIONS: tuple[str, ...] = get_args(Precision)
+
+
+def resolve(asked: Precision | None, features: Tensor, backend: str) -> Precision:
+    """What was asked for, else what PyTorch is set to for its own products: "high" and "medium" are TF32."""
+    if asked is not None or features.dtype != torch.float32 or (features.is_cpu and backend != "triton"):
+        return asked or "ieee"
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+@contextmanager
+def library_products(precision: str, features: Tensor) -> Iterator[None]:
+    """PyTorch's own fp32 products follow `precision` inside."""
+    if features.is_cpu or features.dtype != torch.float32:
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,107 @@
+"""How kernels are launched: block sizes, warps and stages by architecture, and how work is cut into launches.
+
+Pure integers, as `tiles.py` is for the torch backend. The table was chosen from ahead-of-time resource reports
+(registers, spills, shared memory; `benchmarks/results/kernels.md`), not by timing.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+Arch = int | str
+"""80, 86, ... of an NVIDIA GPU (sm_80), or the name of an AMD GPU."""
+
+WORKSPACE_BYTES = 64 << 20
+"""What a launch may leave for the next one: a chunk of gradients of scores, or parts of column statistics."""
+
+
+class Config(NamedTuple):
+    """A tile of m x n scores, summed over d features at a time."""
+
+    m: int
+    n: int
+    d: int
+    warps: int
+    stages: int
+
+
+_WIDE = Config(128, 128, 64, 8, 3)
+_FP32 = Config(128, 128, 32, 8, 3)
+_SLIM = Config(128, 64, 32, 8, 3)
+_IEEE = Config(64, 64, 32, 4, 2)
+
+TABLE: dict[Arch, dict[str, Config]] = {
+    80: {"16-bit": _WIDE, "tf32": _FP32, "tf32x3": _SLIM, "ieee": _IEEE},
+    86: {"16-bit": _WIDE, "tf32": _FP32, "tf32x3": _SLIM, "ieee": _IEEE},
+    89: {"16-bit": _WIDE, "tf32": _FP32, "tf32x3": _SLIM, "ieee": _IEEE},
+    90: {"16-bit": _WIDE, "tf32": _FP32, "tf32x3": _SLIM, "ieee": _IEEE},
+    100: {"16-bit": Config(128, 64, 64, 8, 3), "tf32": _SLIM, "tf32x3": _SLIM, "ieee": _IEEE},
+    120: {"16-bit": Config(128, 128, 32, 8, 3), "tf32": _SLIM, "tf32x3": _SLIM, "ieee": _IEEE},
+    "gfx90a": {"16-bit": _WIDE._replace(stages=2), "ieee": _IEEE},
+    "gfx942": {"16-bit": _WIDE._replace(stages=2), "tf32": _FP32._replace(stages=2), "ieee": _IEEE},
+}
+"""fp32 features by the precision of their products. What an architecture lacks is computed with `ieee`. Slimmer tiles
+stand where 128 x 128 spills registers. The height is a multiple of the width, as symmetric scores want it."""
+
+
+def known_arch(capability: tuple[int, int]) -> int | None:
+    """The entry for an NVIDIA GPU: its own, else the newest one before it. Before sm_80 there is none."""
+    number = capability[0] * 10 + capability[1]
+    return max((arch for arch in TABLE if isinstance(arch, int) and arch <= number), default=None)
+
+
+def kind_of(arch: Arch, dtype: torch.dtype, precision: str) -> str:
+    """The column of the table: how features of this dtype are multiplied."""
+    if dtype != torch.float32:
+        return "16-bit"
+    return precision if precision in TABLE[arch] else "ieee"
+
+
+def config_for(arch: Arch, d: int, kind: str, tile: int | None = None) -> Config:
+    """The table's entry; `tile` forces the height and width of a tile, rounded down to a power of two."""
+    config = TABLE[arch][kind]
+    if tile is not None:
+        side = min(128, max(16, 1 << (tile.bit_length() - 1)))
+        config = config._replace(m=side, n=side)
+    return config._replace(d=max(16, min(config.d, 1 << (d - 1).bit_length())))
+
+
+class ForwardCut(NamedTuple):
+    """Row blocks of one launch, and columns of one split."""
+
+    blocks: int
+    span: int
+    splits: int
+
+
+def cut_forward(n: int, m: int, config: Config, *, processors: int, cols: bool, workspace: int) -> ForwardCut:
+    """Column statistics leave a part (two fp32) for each row block of a launch: as many blocks as the workspace holds.
+
+    Where these are too few to occupy the GPU four times over, the columns are split among programs.
+    """
+    blocks = -(-n // config.m)
+    if cols:
+        blocks = max(1, min(blocks, workspace // (8 * m)))
+    tiles = -(-m // config.n)
+    splits = min(tiles, max(1, -(-4 * processors // blocks)))
+    span = -(-tiles // splits) * config.n
+    return ForwardCut(blocks, span, -(-m // span))
+
+
+class BackwardCut(NamedTuple):
+    """Rows and columns of a chunk of gradients."""
+
+    rows: int
+    cols: int
+
+
+def cut_backward(n: int, m: int, config: Config, *, itemsize: int, symmetric: bool, workspace: int) -> BackwardCut:
+    """Chunks as the workspace allows, twice as high as wide (square for symmetric scores), in whole tiles.
+
+    The products of a chunk are large in every dimension whatever N and M; a higher one visits the key gradients less.
+    """
+    area = workspace // itemsize
+    cols = int((area if symmetric else area // 2) ** 0.5) // config.n * config.n
+    cols = max(config.n, min(cols, -(-m // config.n) * config.n))
+    rows = cols if symmetric else max(config.m, area // cols // config.m * config.m)
+    return BackwardCut(min(rows, n), min(cols, m))

@@ -1,0 +1,105 @@
+"""`contratile doctor`: a page that says what is here, and a verdict that notices what is broken."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import contratile
+from contratile import functional
+from contratile.backends import torch_tiles
+from contratile.cli import checkup, main
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkup, "LOSSES", {name: checkup.LOSSES[name] for name in ("clip_loss", "nt_xent")})
+    monkeypatch.setattr(checkup, "all_devices", lambda: [torch.device("cpu")])
+
+
+def findings(capsys: pytest.CaptureFixture[str], *, code: int) -> dict[str, Any]:
+    assert main(["doctor", "--quick", "--json", "--device", "cpu"]) == code
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_healthy_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    found = findings(capsys, code=0)
+    assert found["environment"]["contratile"] == contratile.__version__
+    assert found["environment"]["torch"] == torch.__version__ and found["environment"]["version_triton"]
+    assert found["devices"][0].startswith("cpu: ")
+    states = {(row["device"], row["backend"]): row for row in found["backends"]}
+    assert states["cpu", "dense"]["works"] and states["cpu", "torch"]["works"]
+    assert not states["cpu", "triton"]["works"] and "TRITON_INTERPRET=1" in states["cpu", "triton"]["reason"]
+    checked = {(row["backend"], row["loss"], row["dtype"]) for row in found["accuracy"]}
+    losses = "clip_loss", "info_nce", "nt_xent", "sup_con", "siglip_loss"
+    backends = "dense", "torch"
+    assert checked == {(b, loss, dtype) for b in backends for loss in losses for dtype in ("float32", "bfloat16")}
+    assert all(row["ok"] and row["value_error"] <= row["value_allowed"] for row in found["accuracy"])
+    assert {row["backend"] for row in found["timing"] if row["seconds"] > 0} == {"dense", "torch"}
+    assert not found["problems"] and found["verdict"] == "healthy: 20 of 20 checks passed"
+
+
+@pytest.mark.parametrize("rich", [True, False], ids=["rich", "plain"])
+def test_the_page(rich: bool) -> None:
+    """In a process of its own, with and without rich."""
+    code = "import sys\n" if rich else "import sys\nsys.modules['rich'] = sys.modules['rich.console'] = None\n"
+    code += "from contratile.cli import main\nsys.exit(main(['doctor', '--quick', '--device', 'cpu']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    words = "torch  |cpu: |clip_loss|siglip_loss|err grad|ms|verdict: healthy|TRITON_INTERPRET=1"
+    assert all(word in done.stdout for word in words.split("|")), done.stdout
+    assert ("━" in done.stdout or "─" in done.stdout) == rich
+
+
+def test_without_a_gpu_there_is_advice(capsys: pytest.CaptureFixture[str], small: None) -> None:
+    assert "no GPU was found" in findings(capsys, code=0)["advice"][0]
+
+
+def test_a_wrong_backend_is_noticed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, small: None
+) -> None:
+    """A gradient that is off by one in a thousand."""
+    backward = torch_tiles.backward
+
+    def wrong(scores: Any, task: Any, given: Any, into: Any) -> None:
+        backward(scores, task, given, into)
+        into.dq.mul_(1.001)
+
+    monkeypatch.setattr(torch_tiles, "backward", wrong)
+    found = findings(capsys, code=1)
+    wrong_rows = {(row["backend"], row["dtype"]) for row in found["accuracy"] if not row["ok"]}
+    assert wrong_rows == {("torch", "float32")}
+    assert found["verdict"] == "not healthy: 2 problems"
+    assert all("of a gradient" in problem and "contratile doctor --json" in problem for problem in found["problems"])
+
+
+def test_a_backend_that_raises_is_noticed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, small: None
+) -> None:
+    def broken(*args: Any, **options: Any) -> None:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(torch_tiles, "forward", broken)
+    found = findings(capsys, code=1)
+    assert "backend 'torch' fails: RuntimeError: out of order" in found["problems"][0]
+    assert {row["backend"] for row in found["accuracy"]} == {"dense"}
+
+
+def test_nan_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, small: None) -> None:
+    stock = functional.clip_loss
+
+    def hollow(*args: Any, **options: Any) -> Any:
+        return stock(*args, **options) * float("nan")
+
+    monkeypatch.setattr(functional, "clip_loss", hollow)
+    assert {row["loss"] for row in findings(capsys, code=1)["accuracy"] if not row["ok"]} == {"clip_loss"}
+
+
+def test_an_unknown_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["doctor", "--device", "toaster"])
+    assert "expected a device such as cpu or cuda:0, got 'toaster'" in capsys.readouterr().err
