@@ -32,17 +32,18 @@ def mean_over_ranks(tensors: list[Tensor | None]) -> list[Tensor | None]:
     return found
 
 
-class Counter:
-    """A communication hook that averages as DDP does, and counts."""
+def counted(ddp: DistributedDataParallel) -> list[int]:
+    """Grows by one with every bucket that DDP reduces."""
+    seen: list[int] = []
 
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, _: object, bucket: Any) -> torch.futures.Future[Tensor]:
-        self.count += 1
+    def average(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        seen.append(bucket.index())
         x = bucket.buffer().div_(dist.get_world_size())
         future: torch.futures.Future[Any] = dist.all_reduce(x, async_op=True).get_future()
         return future.then(lambda done: done.value()[0])
+
+    ddp.register_comm_hook(None, average)
+    return seen
 
 
 def ddp_step(sizes: tuple[int, ...], chunk_size: int, *, shared: bool, normed: bool = False, steps: int = 1) -> Any:
@@ -52,9 +53,7 @@ def ddp_step(sizes: tuple[int, ...], chunk_size: int, *, shared: bool, normed: b
     ours, theirs = twins(*encoders)
     our_scale, their_scale = (torch.tensor(2.0, requires_grad=True) for _ in range(2))
     wrapped = [DistributedDataParallel(module) for module in ours]
-    counters = [Counter() for _ in wrapped]
-    for ddp, counter in zip(wrapped, counters, strict=True):
-        ddp.register_comm_hook(None, counter)
+    counters = [counted(ddp) for ddp in wrapped]
     inputs = mine(sizes)
     torch.manual_seed(dist.get_rank())
     cache = ct.GradCache(wrapped[0] if shared else wrapped, ct.ClipLoss(), chunk_size)
@@ -73,7 +72,7 @@ def ddp_step(sizes: tuple[int, ...], chunk_size: int, *, shared: bool, normed: b
     got = [*gradients(*ours), our_scale.grad]
     same = gap(got, mean_over_ranks([*gradients(*theirs), their_scale.grad]))
     batches = [int(module.norm.num_batches_tracked) for module in ours] if normed else []  # type: ignore[union-attr, arg-type]
-    return same, [counter.count for counter in counters], batches
+    return same, [len(counter) for counter in counters], batches
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["two encoders", "one encoder"])
@@ -113,18 +112,18 @@ def test_ddp_over_steps() -> None:
 def accumulate() -> Any:
     """Two steps, the first without synchronisation."""
     ours, theirs = twins(Tower(1))
-    ddp, counter = DistributedDataParallel(ours[0]), Counter()
-    ddp.register_comm_hook(None, counter)
+    ddp = DistributedDataParallel(ours[0])
+    counter = counted(ddp)
     cache = ct.GradCache(ddp, ct.ClipLoss(), 4)
     torch.manual_seed(dist.get_rank())
     with ddp.no_sync():
         cache.step(*mine((8, 8)), logit_scale=7.0)
-    assert counter.count == 0
+    assert not counter
     cache.step(*mine((5, 9)), logit_scale=7.0)
     torch.manual_seed(dist.get_rank())
     for sizes in ((8, 8), (5, 9)):
         oracle(theirs * 2, lambda a, b: ct.clip_loss(a, b, 7.0), mine(sizes), (4, 4))
-    return gap(gradients(*ours), mean_over_ranks(gradients(*theirs))), counter.count
+    return gap(gradients(*ours), mean_over_ranks(gradients(*theirs))), len(counter)
 
 
 def test_accumulation_without_synchronisation() -> None:
@@ -235,10 +234,12 @@ def test_fsdp2_wants_equally_many_chunks() -> None:
 
 
 @pytest.mark.peers
-def test_accelerate() -> None:
+def test_accelerate(request: pytest.FixtureRequest) -> None:
     """`accelerator.backward`, which divides by the number of accumulated steps."""
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    request.addfinalizer(accelerate.state.GradientState._reset_state)
+    request.addfinalizer(lambda: accelerate.state.AcceleratorState._reset_state(True))
     ours, theirs = twins(Tower(1))
     optimiser = torch.optim.SGD(ours[0].parameters(), lr=0.0)
     model, optimiser = accelerator.prepare(ours[0], optimiser)

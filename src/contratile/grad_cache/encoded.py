@@ -57,7 +57,7 @@ class Side:
         """The features of one chunk more, to be put on the shelf if there is one. Returns their place among all."""
         tensors = [x.detach() for x in tensors_of(output)]
         if self.form is None:
-            self.form = map_tensors(lambda x: x.detach()[:0], output)
+            self.form = map_tensors(lambda x: x.new_empty(0), output)
         if shelf is None:
             self._append(tensors)
         else:
