@@ -11,16 +11,10 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from sentence_transformers_trainer import (
-    Cost,
-    disable_progress_bars,
-    logging,
-    pairs,
-    print_costs,
-    print_curves,
-    run,
-    theirs,
-)
+# Sets up the package, so it comes first.
+from sentence_transformers_trainer import Cost, no_progress_bars, pairs, print_costs, print_curves, run  # isort: skip
+
+from sentence_transformers.sentence_transformer import losses as theirs
 
 from contratile.bench.cases import quiet
 from contratile.integrations import sentence_transformers as ours
@@ -32,8 +26,7 @@ def main() -> None:
     parser.add_argument("--wordnet", type=Path, help="folder of WordNet's data files")
     options = parser.parse_args()
     steps, batch, mini_batch = (2, 24, 8) if options.quick else (5, 256, 32)
-    disable_progress_bars()
-    logging.disable_progress_bar()
+    no_progress_bars()
 
     source, data = pairs(options.wordnet, 500 if options.quick else 5000)
     print(f"{len(data):,} pairs from {source}; batches of {batch} in mini-batches of {mini_batch}")

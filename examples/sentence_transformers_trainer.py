@@ -176,6 +176,11 @@ def losses_alone(n: int, d: int, options: dict[str, Any], *, rounds: int) -> lis
     return [Cost(*map(min, zip(*turn, strict=True))) for turn in zip(*turns, strict=True)]
 
 
+def no_progress_bars() -> None:
+    disable_progress_bars()
+    logging.disable_progress_bar()
+
+
 def print_curves(theirs: list[float], ours: list[float]) -> float:
     """Both curves; returns the largest difference."""
     print(f"\n{'step':>4} {'theirs':>10} {'ours':>10}")
@@ -198,8 +203,7 @@ def main() -> None:
     parser.add_argument("--wordnet", type=Path, help="folder of WordNet's data files")
     options = parser.parse_args()
     steps, batch, n, rounds = (3, 8, 1024, 2) if options.quick else (10, 16, 4096, 3)
-    disable_progress_bars()
-    logging.disable_progress_bar()
+    no_progress_bars()
 
     source, data = pairs(options.wordnet, 500 if options.quick else 5000)
     print(f"{len(data):,} pairs from {source}; for example {data[0]['anchor']!r}: {data[0]['positive']!r}")

@@ -56,7 +56,7 @@ def test_csv_and_json_agree_and_the_plot_can_be_drawn_again(results: Path, tmp_p
 
 def test_plots_take_gaps(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    facts = {"commit": "c", "threads": 1, "torch": "t", "cpu": "p", "command": "x"}
+    facts: dict[str, Any] = {"commit": "c", "threads": 1, "torch": "t", "cpu": "p", "command": "x"}
     place: dict[str, Any] = {"d": 16, "dtype": "float32", "chunk": 4, "layers": 1, "tokens": 32}
     rows = (
         CacheRow(contestant="contratile", n=8, status="memory only", peak_extra_mib=3.0, **place, **facts),

@@ -1,5 +1,8 @@
 """Gradient caching: the gradients of one backward over all chunks, whatever the inputs, encoders, loss and chunks."""
 
+# mypy: no-warn-return-any
+# (calls of modules are untyped.)
+
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -143,7 +146,8 @@ def test_loss_parameters_and_statistics() -> None:
         got, stats = ct.GradCache(ours, our_loss, 5).step(*PAIR, shift=our_shift)
     assert got.item() == pytest.approx(want.item(), rel=1e-6) and not got.requires_grad
     assert isinstance(stats, ct.BatchStats)
-    for mine, other in ((our_shift, their_shift), (our_loss.log_scale, their_loss.log_scale)):
+    pairs: list[Any] = [(our_shift, their_shift), (our_loss.log_scale, their_loss.log_scale)]
+    for mine, other in pairs:
         torch.testing.assert_close(mine.grad, 2 * other.grad, rtol=1e-5, atol=1e-7)
 
 
@@ -394,6 +398,7 @@ def test_random_state_of_accelerators_is_replayed(monkeypatch: pytest.MonkeyPatc
     assert module.state == 0 and torch.equal(torch.get_rng_state(), first.states[torch.device("cpu")])
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # said without grad mode
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(reentrant: bool) -> None:
     class Checkpointed(Tower):
@@ -521,7 +526,7 @@ class Fragile(Normed):
 
 @pytest.mark.parametrize("offload", ["none", "disk"])
 @pytest.mark.parametrize("fails_at", [3, 10], ids=["first pass", "second pass"])
-def test_encoder_that_raises(fails_at: int, offload: str) -> None:
+def test_encoder_that_raises(fails_at: int, offload: Any) -> None:
     """As documented: training flags and buffers are those of the first pass; in the second pass the random state is
     put back and the gradients of the chunks before are there."""
     encoder, reference = Fragile(fails_at), Normed(1)

@@ -57,7 +57,7 @@ def test_offload_changes_nothing(options: dict[str, Any], iterator: bool, tmp_pa
 def test_shelves_return_what_was_put(kind: Any) -> None:
     nest = {
         "bytes": torch.randint(0, 255, (3, 5), dtype=torch.uint8),
-        "half": (torch.randn(4).bfloat16(), [torch.randn(2, 3).T, None, "text"]),
+        "half": (torch.randn(4).bfloat16(), [torch.randn(2, 3).T, None, 7]),
         "flags": torch.tensor([True, False]),
         "scalar": torch.tensor(3.5, dtype=torch.float64),
         "empty": torch.empty(0, 7),
@@ -72,7 +72,12 @@ def test_shelves_return_what_was_put(kind: Any) -> None:
 def test_chunks_are_read_one_ahead() -> None:
     loaded: list[int] = []
     ahead = []
-    for index in HostShelf().fetch(range(5), lambda x: loaded.append(x) or x):
+
+    def load(x: int) -> int:
+        loaded.append(x)
+        return x
+
+    for index in HostShelf().fetch(range(5), load):
         deadline = time.monotonic() + 10
         while len(loaded) < min(5, index + 2) and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -191,7 +196,7 @@ def test_largest_chunk(most: int, room: int) -> None:
     found = largest_chunk(cost, most=most, limit=100 + 10 * room)
     best = min(most, room)
     assert best - best // 8 - 1 <= found <= best
-    assert max(tried) <= max(2, best)
+    assert max(tried) <= max(8, best)
 
 
 def test_largest_chunk_where_memory_is_full_or_not() -> None:
@@ -200,16 +205,16 @@ def test_largest_chunk_where_memory_is_full_or_not() -> None:
 
 
 def test_no_room_for_one_row() -> None:
-    with pytest.raises(ValueError, match="chunk_size='auto': expected room for a chunk of one row, got 1: 200 MiB"):
+    with pytest.raises(ValueError, match="chunk_size='auto': expected room for a chunk of one row, got 8: 1600 MiB"):
         largest_chunk(lambda size: 200 * MiB * size, most=10, limit=100 * MiB)
 
 
 class Wide(nn.Module):
-    """Activations of two megabytes per row."""
+    """Activations of half a megabyte per row."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.second = nn.Linear(8, 1 << 18), nn.BatchNorm1d(8), nn.Linear(1 << 18, 8)
+        self.first, self.norm, self.second = nn.Linear(8, 1 << 16), nn.BatchNorm1d(8), nn.Linear(1 << 16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.nn.functional.normalize(self.second(self.first(self.norm(x)).sigmoid()))
@@ -218,15 +223,15 @@ class Wide(nn.Module):
 @LINUX
 def test_auto_stays_within_the_limit() -> None:
     encoder = Wide()
-    x = torch.randn(400, 8)
-    limit = 150 * MiB
+    x = torch.randn(120, 8)
+    limit = 40 * MiB
     cache = ct.GradCache(encoder, clip, "auto", memory_limit=limit)
     torch.manual_seed(3)
     loss = cache.step(x, x.flip(0))
     size = cache.feed.found[0]
-    assert 8 <= size <= 75
+    assert 8 <= size <= 80
     growth = peak_growth(lambda: cache.step(x, x.flip(0)))
-    assert growth is not None and growth < limit + 60 * MiB  # gradients of parameters are there already
+    assert growth is not None and growth < limit + 20 * MiB
     fixed = ct.GradCache(encoder, clip, (size, cache.feed.found[1]))
     assert fixed.step(x, x.flip(0)).item() == loss.item()
 
@@ -258,9 +263,9 @@ def test_an_accelerator_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
             if size > 20:
                 raise torch.OutOfMemoryError("CUDA out of memory")
 
+    encoder = Tower(1)
     monkeypatch.setattr(torch, "get_device_module", lambda device: Device())
     monkeypatch.setattr(Side, "device", torch.device("cuda"))
-    encoder = Tower(1)
     trial = Fake(Side(0, encoder, None, encoder, [], 100), ids_of(100, 1))
     assert 18 <= largest_chunk(trial.cost, most=100, limit=trial.limit(None)) <= 20
     assert len(emptied) > 5

@@ -36,7 +36,7 @@ def counted(ddp: DistributedDataParallel) -> list[int]:
     """Grows by one with every bucket that DDP reduces."""
     seen: list[int] = []
 
-    def average(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def average(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         seen.append(bucket.index())
         x = bucket.buffer().div_(dist.get_world_size())
         future: torch.futures.Future[Any] = dist.all_reduce(x, async_op=True).get_future()

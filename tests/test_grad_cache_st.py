@@ -47,10 +47,10 @@ def test_values_and_gradients(theirs: ModuleType, number: int, size: dict[str, i
     """With dropout: mini-batches and their order are the package's, so the draws are the same."""
     ours, others = twins(Texts())
     values = []
-    for model, package in ((ours[0], CachedMultipleNegativesRankingLoss), (others[0], theirs)):
-        loss = package if isinstance(package, type) else package.CachedMultipleNegativesRankingLoss
+    kinds: list[Any] = [CachedMultipleNegativesRankingLoss, theirs.CachedMultipleNegativesRankingLoss]
+    for model, kind in zip((ours[0], others[0]), kinds, strict=True):
         torch.manual_seed(3)
-        value = loss(model, 7.0, **size, **options)(columns(number), None)
+        value = kind(model, 7.0, **size, **options)(columns(number), None)
         (value / 3).backward()
         values.append(value.item())
     assert values[0] == pytest.approx(values[1], rel=1e-6)

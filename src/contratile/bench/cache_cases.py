@@ -139,7 +139,7 @@ class SentenceTransformers(Step):
         from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
 
         model: Any = SentenceModel(self.problem.encoder)
-        self.loss = CachedMultipleNegativesRankingLoss(model, SCALE, mini_batch_size=self.problem.chunk)
+        self.loss: Any = CachedMultipleNegativesRankingLoss(model, SCALE, mini_batch_size=self.problem.chunk)
         self.loss.calculate_loss = self.timed(self.loss.calculate_loss)
 
     def run(self) -> Tensor:
@@ -152,7 +152,7 @@ class Limit(Step):
     """What no cache can avoid: all chunks forward, then forward and backward."""
 
     def run(self) -> Tensor:
-        chunks = [x for side in self.problem.sides for x in side.split(self.problem.chunk)]
+        chunks = [x for side in self.problem.sides for x in torch.split(side, self.problem.chunk)]
         with torch.no_grad():
             for x in chunks:
                 self.problem.encoder(x)

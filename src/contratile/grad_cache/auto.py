@@ -1,4 +1,4 @@
-"""The largest chunk that fits, found by trying: sizes double while they fit, then the gap is halved.
+"""The largest chunk that fits, found by trying: from 8 rows sizes double while they fit, then the gap is halved.
 
     size = largest_chunk(cost, most=4096, limit=1 << 30)        # cost(rows) -> bytes, or inf if it did not fit
 
@@ -22,6 +22,8 @@ from contratile.grad_cache.replay import RandomState, copy_buffers, devices_of, 
 from contratile.grad_cache.wrappers import unsynchronised
 from contratile.host_memory import available_bytes, peak_growth
 
+START = 8
+"""Rows of the first trial: batch norms cannot train on one."""
 FINE = 8
 """The search ends when the sizes that fit and do not fit are closer than this part of them."""
 
@@ -36,17 +38,15 @@ def largest_chunk(cost: Callable[[int], float], *, most: int, limit: float) -> i
         tried.append((size, cost(size)))
         return tried[-1][1] <= limit
 
-    good, bad = 0, most + 1
-    size = 1
-    while size <= most and fits(size):
-        good, size = size, min(2 * size, most) if size < most else most + 1
-    if good == 0:
-        remedy = "Raise memory_limit=, use a smaller encoder, or activation checkpointing inside it."
-        bad_value("chunk_size='auto'", expected="room for a chunk of one row", got=_told(tried), remedy=remedy)
-    bad = min(bad, size)
+    good, bad = 0, min(START, most)
+    while bad <= most and fits(bad):
+        good, bad = bad, min(2 * bad, most) if bad < most else most + 1
     while bad - good > max(1, good // FINE):
         middle = (good + bad) // 2
         good, bad = (middle, bad) if fits(middle) else (good, middle)
+    if good == 0:
+        remedy = "Raise memory_limit=, use a smaller encoder, or activation checkpointing inside it."
+        bad_value("chunk_size='auto'", expected="room for a chunk of one row", got=_told(tried), remedy=remedy)
     return good
 
 

@@ -25,14 +25,7 @@ from contratile.grad_cache.feed import ChunkSize, Feed
 from contratile.grad_cache.loss import LossCall
 from contratile.grad_cache.offload import OFFLOADS, Offload, make_shelf
 from contratile.grad_cache.progress import Progress, RichBar, silent
-from contratile.grad_cache.replay import (
-    Autocast,
-    RandomState,
-    changed_buffers,
-    devices_of,
-    put_back,
-    watch_buffers,
-)
+from contratile.grad_cache.replay import Autocast, RandomState, copy_buffers, devices_of, put_back
 from contratile.grad_cache.wrappers import unsynchronised
 from contratile.team import Group, Team
 
@@ -113,7 +106,7 @@ class GradCache:
                 pending.differentiate(Team.of(self.group), gradient)
                 self.backward(encoded)
 
-        value.register_hook(finish)
+        value.register_hook(finish)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         return pending.answer_with(value)
 
     # --- the three phases ---------------------------------------------------------------------------------------------
@@ -124,7 +117,6 @@ class GradCache:
         devices = devices_of(x for side in sides for x in side.owner.parameters())
         shelf = make_shelf(self.offload, self.directory)
         encoded = Encoded(sides, shelf, Autocast(devices), offload_features=self.offload_features)
-        watched = watch_buffers(side.owner for side in sides)
         state: RandomState | None = None
         try:
             for side, chunk in self.feed.chunks(sides, inputs):
@@ -143,7 +135,7 @@ class GradCache:
         finally:
             self._end_progress()
         torch.clear_autocast_cache()  # weights that were cast without gradient must not serve the second pass
-        encoded.buffers = changed_buffers(watched)
+        encoded.buffers = copy_buffers(side.owner for side in sides)
         return encoded
 
     def loss_and_grads(self, encoded: Encoded, /, **loss_keywords: Any) -> Any:

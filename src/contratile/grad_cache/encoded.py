@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -132,7 +133,7 @@ class Encoded:
         built = []
         for side, leaves in zip(self.sides, self.leaves, strict=True):
             left = iter(leaves)
-            built.append(map_tensors(lambda _, left=left: next(left), side.form))
+            built.append(map_tensors(partial(_next_of, left), side.form))
         return built
 
     def work(self) -> list[tuple[Record, Slot]]:
@@ -169,3 +170,8 @@ class Encoded:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _next_of(tensors: Iterator[Tensor], _: Tensor) -> Tensor:
+    """For a tensor of the form, that which takes its place."""
+    return next(tensors)

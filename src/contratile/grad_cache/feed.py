@@ -116,8 +116,8 @@ def _owner(encoder: Encoder) -> nn.Module:
 def _check_chunk_size(chunk_size: ChunkSize) -> int | tuple[int, ...] | Literal["auto"]:
     if isinstance(chunk_size, str):
         check_choice("chunk_size", chunk_size, ("auto",))
-        return "auto"
-    sizes = tuple(chunk_size) if isinstance(chunk_size, Sequence) else (chunk_size,)
+        return chunk_size
+    sizes: tuple[int, ...] = tuple(chunk_size) if isinstance(chunk_size, Sequence) else (chunk_size,)
     for size in sizes:
         check_count("chunk_size", size, least=1)
     return sizes if isinstance(chunk_size, Sequence) else chunk_size

@@ -43,7 +43,8 @@ class LossCall:
 
     @property
     def value(self) -> Tensor:
-        return self.loss.detach()
+        value: Tensor = self.loss.detach()
+        return value
 
     def answer_with(self, value: Tensor) -> Any:
         """What the loss returned, detached, and `value` in the place of the loss."""

@@ -80,44 +80,27 @@ class Autocast:
 
 
 class Buffer(NamedTuple):
-    """A buffer of a module: the tensor, and its version or its content at some moment."""
+    """A buffer of a module, and its content at some moment."""
 
     module: nn.Module
     name: str
     tensor: Tensor
-    version: int
-    content: Tensor | None = None
-
-
-def watch_buffers(modules: Iterable[nn.Module]) -> list[Buffer]:
-    """All buffers, without their content."""
-    every = {id(module): module for owner in modules for module in owner.modules()}
-    return [
-        Buffer(module, name, x, x._version)
-        for module in every.values()
-        for name, x in module._buffers.items()
-        if x is not None and not x.is_inference()
-    ]
-
-
-def changed_buffers(watched: Iterable[Buffer]) -> list[Buffer]:
-    """Those that the first pass wrote to (running statistics), with their present content."""
-    changed = []
-    for module, name, tensor, version, _ in watched:
-        x = module._buffers.get(name)
-        if x is not None and (x is not tensor or x._version != version):
-            changed.append(Buffer(module, name, x, x._version, x.detach().clone()))
-    return changed
+    content: Tensor
 
 
 def copy_buffers(modules: Iterable[nn.Module]) -> list[Buffer]:
-    """All buffers with their content."""
-    return [buffer._replace(content=buffer.tensor.detach().clone()) for buffer in watch_buffers(modules)]
+    """All buffers: which of them a pass writes to their versions do not tell, as running statistics do not count."""
+    every = {id(module): module for owner in modules for module in owner.modules()}
+    return [
+        Buffer(module, name, x, x.detach().clone())
+        for module in every.values()
+        for name, x in module._buffers.items()
+        if x is not None
+    ]
 
 
 @torch.no_grad()
 def put_back(buffers: Iterable[Buffer]) -> None:
-    """Undo what the second pass wrote."""
-    for module, name, tensor, _, content in buffers:
-        assert content is not None
+    """Undo what was written since."""
+    for module, name, tensor, content in buffers:
         module._buffers[name] = tensor.copy_(content)

@@ -219,7 +219,7 @@ class CachedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
             with encoded:
                 return self.calculate_loss(columns, labels)
         loss = self.calculate_loss(columns, labels, with_backward=True).requires_grad_()
-        loss.register_hook(partial(cache.backward, encoded))
+        loss.register_hook(partial(cache.backward, encoded))  # type: ignore[no-untyped-call]  # likewise
         return loss
 
     def calculate_loss(
