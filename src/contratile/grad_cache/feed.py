@@ -116,8 +116,11 @@ def _owner(encoder: Encoder) -> nn.Module:
 def _check_chunk_size(chunk_size: ChunkSize) -> int | tuple[int, ...] | Literal["auto"]:
     if isinstance(chunk_size, str):
         check_choice("chunk_size", chunk_size, ("auto",))
-        return chunk_size
-    sizes: tuple[int, ...] = tuple(chunk_size) if isinstance(chunk_size, Sequence) else (chunk_size,)
-    for size in sizes:
-        check_count("chunk_size", size, least=1)
-    return sizes if isinstance(chunk_size, Sequence) else chunk_size
+        return "auto"
+    if isinstance(chunk_size, tuple | list):
+        for size in chunk_size:
+            check_count("chunk_size", size, least=1)
+        return tuple(chunk_size)
+    check_count("chunk_size", chunk_size, least=1)
+    assert isinstance(chunk_size, int)
+    return chunk_size
