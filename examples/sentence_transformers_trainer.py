@@ -138,8 +138,8 @@ class StepClock(TrainerCallback):
         self.seconds.append(time.perf_counter() - self.start)
 
 
-def run(package: Any, data: Dataset, *, steps: int, batch: int) -> tuple[list[float], Cost]:
-    """The losses that the trainer logs, the time of its fastest step, and the memory of all."""
+def run(make: Callable[[Any], Any], data: Dataset, *, steps: int, batch: int) -> tuple[list[float], Cost]:
+    """The losses that the trainer logs, the time of its fastest step, and the memory of all. `make` makes the loss."""
     model = SentenceTransformer(str(get_model_path()), device="cpu")
     model.max_seq_length = 32
     with tempfile.TemporaryDirectory() as folder:
@@ -154,8 +154,7 @@ def run(package: Any, data: Dataset, *, steps: int, batch: int) -> tuple[list[fl
             use_cpu=True,
             disable_tqdm=True,
         )
-        loss = package.MultipleNegativesRankingLoss(model)
-        trainer = SentenceTransformerTrainer(model=model, args=arguments, train_dataset=data, loss=loss)
+        trainer = SentenceTransformerTrainer(model=model, args=arguments, train_dataset=data, loss=make(model))
         clock = StepClock()
         trainer.add_callback(clock)
         spent = cost(trainer.train)
@@ -177,34 +176,49 @@ def losses_alone(n: int, d: int, options: dict[str, Any], *, rounds: int) -> lis
     return [Cost(*map(min, zip(*turn, strict=True))) for turn in zip(*turns, strict=True)]
 
 
+def no_progress_bars() -> None:
+    disable_progress_bars()
+    logging.disable_progress_bar()
+
+
+def print_curves(theirs: list[float], ours: list[float]) -> float:
+    """Both curves; returns the largest difference."""
+    print(f"\n{'step':>4} {'theirs':>10} {'ours':>10}")
+    for step, values in enumerate(zip(theirs, ours, strict=True), start=1):
+        print("{:4} {:10.6f} {:10.6f}".format(step, *values))
+    return max(abs(a - b) for a, b in zip(theirs, ours, strict=True))
+
+
+def print_costs(table: dict[str, list[Cost]]) -> None:
+    """Theirs, ours, and how many times more theirs is."""
+    print(f"\n{'':40} {'theirs':>20} {'ours':>20} {'theirs / ours':>20}")
+    for name, (a, b) in table.items():
+        print(f"{name:40} {a.seconds:18.2f} s {b.seconds:18.2f} s {a.seconds / b.seconds:20.2f}")
+        print(f"{'  memory':40} {a.mib:16.1f} MiB {b.mib:16.1f} MiB {a.mib / max(b.mib, 0.1):20.1f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few steps and a smaller batch")
     parser.add_argument("--wordnet", type=Path, help="folder of WordNet's data files")
     options = parser.parse_args()
     steps, batch, n, rounds = (3, 8, 1024, 2) if options.quick else (10, 16, 4096, 3)
-    disable_progress_bars()
-    logging.disable_progress_bar()
+    no_progress_bars()
 
     source, data = pairs(options.wordnet, 500 if options.quick else 5000)
     print(f"{len(data):,} pairs from {source}; for example {data[0]['anchor']!r}: {data[0]['positive']!r}")
     with quiet():
-        run(theirs, data, steps=1, batch=batch)  # the first run of a process pays for its threads
+        # The first run of a process pays for its threads.
+        run(theirs.MultipleNegativesRankingLoss, data, steps=1, batch=batch)
         (their_curve, their_run), (our_curve, our_run) = (
-            run(package, data, steps=steps, batch=batch) for package in (theirs, ours)
+            run(package.MultipleNegativesRankingLoss, data, steps=steps, batch=batch) for package in (theirs, ours)
         )
-    print(f"\n{'step':>4} {'theirs':>10} {'ours':>10}")
-    for step, values in enumerate(zip(their_curve, our_curve, strict=True), start=1):
-        print("{:4} {:10.6f} {:10.6f}".format(step, *values))
-    gap = max(abs(a - b) for a, b in zip(their_curve, our_curve, strict=True))
+    gap = print_curves(their_curve, our_curve)
 
     table = {f"the run: fastest of {steps} steps, {batch} pairs": [their_run, our_run]}
     for name, keywords in (("one way", {}), ("both ways", BOTH_WAYS)):
         table[f"the loss alone, {n} pairs, {name}"] = losses_alone(n, 384, keywords, rounds=rounds)
-    print(f"\n{'':40} {'theirs':>20} {'ours':>20} {'theirs / ours':>20}")
-    for name, (a, b) in table.items():
-        print(f"{name:40} {a.seconds:18.2f} s {b.seconds:18.2f} s {a.seconds / b.seconds:20.2f}")
-        print(f"{'  memory':40} {a.mib:16.1f} MiB {b.mib:16.1f} MiB {a.mib / max(b.mib, 0.1):20.1f}")
+    print_costs(table)
     print(f"\nthe curves differ by at most {gap:.1e}")
 
 

@@ -278,7 +278,7 @@ def curve(loss_class: Any, data: dict[str, list[str]], folder: Path, **options: 
         model=model, args=arguments, train_dataset=Dataset.from_dict(data), loss=loss_class(model, **options)
     )
     trainer.train()
-    assert "loss:MultipleNegativesRankingLoss" in model.model_card_data.tags
+    assert f"loss:{loss_class.__name__}" in model.model_card_data.tags
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 

@@ -12,6 +12,7 @@ from contratile.functional import nt_xent as nt_xent
 from contratile.functional import pair_lse as pair_lse
 from contratile.functional import siglip_loss as siglip_loss
 from contratile.functional import sup_con as sup_con
+from contratile.grad_cache import GradCache as GradCache
 from contratile.memory_queue import MemoryQueue as MemoryQueue
 from contratile.metrics import nearest as nearest
 from contratile.metrics import retrieval_metrics as retrieval_metrics

@@ -9,10 +9,10 @@ with the same steps, and one of them prints.
 """
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from contratile.bench.harness import wall_time
-from contratile.bench.memory import MiB, status_bytes, trim
+from contratile.bench.memory import MiB
+from contratile.host_memory import peak_growth
 
 ROUNDS = 3
 Step = Callable[[], object]
@@ -20,14 +20,8 @@ Step = Callable[[], object]
 
 def peak_mib(step: Step) -> float | None:
     """Resident memory at its highest during a step, beyond what was resident before; None where Linux is missing."""
-    trim()
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-        before = status_bytes("VmRSS")
-    except OSError:
-        return None
-    step()
-    return (status_bytes("VmHWM") - before) / MiB
+    growth = peak_growth(step)
+    return None if growth is None else growth / MiB
 
 
 def print_table(title: str, steps: Mapping[str, Step], *, quiet: bool = False) -> None:

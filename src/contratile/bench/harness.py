@@ -23,6 +23,7 @@ from statistics import median
 import torch
 
 import contratile
+from contratile.host_memory import memory_bytes
 
 GiB = 1 << 30
 PRODUCTS = 4
@@ -102,7 +103,7 @@ def turn(step: Step, clock: Clock = wall_time) -> list[float]:
 
 def interleave(
     steps: Mapping[str, Step],
-    limit: GemmLimit,
+    limit: Step,
     *,
     rounds: int,
     clock: Clock = wall_time,
@@ -189,12 +190,3 @@ def cpu_name() -> str:
     except (OSError, StopIteration):
         pass  # no /proc, or a processor family that names itself otherwise
     return f"{name}, {cores} core{'s' if cores > 1 else ''}"
-
-
-def memory_bytes(entry: str) -> int:
-    """An entry of /proc/meminfo (MemTotal, MemAvailable) in bytes; 0 where there is none."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(entry + ":"))
-    except (OSError, StopIteration):
-        return 0

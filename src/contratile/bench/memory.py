@@ -8,8 +8,6 @@ the resettable high-water mark of /proc/self.
 """
 
 import argparse
-import ctypes
-import gc
 import json
 import subprocess
 import sys
@@ -22,7 +20,8 @@ import torch
 
 from contratile.bench.cases import Case, Contestant, Problem, Step, quiet
 from contratile.bench.family_cases import CASES
-from contratile.bench.harness import GiB, describe, memory_bytes
+from contratile.bench.harness import GiB, describe
+from contratile.host_memory import memory_bytes, status_bytes, trim
 
 MiB = 1 << 20
 WARM_UP = 256
@@ -42,11 +41,14 @@ def measure(case: Case, contestant: str, n: int, d: int, *, scale: float, thread
     refusal = no_room(case.contestants[contestant].predicted_bytes(n, d))
     if refusal:
         return Peak(refusal)
-    words = f"--case {case.name} --contestant {contestant} --n {n} --d {d} --scale {scale} --threads {threads}".split()
+    words = f"--case {case.name} --contestant {contestant} --n {n} --d {d} --scale {scale} --threads {threads}"
+    return point("contratile.bench.memory", words.split(), timeout=timeout)
+
+
+def point(module: str, words: list[str], *, timeout: float) -> Peak:
+    """Run a module that prints a status and a peak as JSON, and read them."""
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "contratile.bench.memory", *words], capture_output=True, text=True, timeout=timeout
-        )
+        done = subprocess.run([sys.executable, "-m", module, *words], capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
         return Peak(f"memory: no result after {timeout:.0f} s")
     if done.returncode == -9:
@@ -97,20 +99,6 @@ def extra_peak(step: Step, problem: Problem, *, processes: int = 1) -> Peak:
     after = status_bytes("VmHWM")
     gradients = sum(leaf.grad.nbytes for leaf in problem.leaves if leaf.grad is not None)
     return Peak("ok", max(0.0, (after - before - gradients) / MiB))
-
-
-def status_bytes(entry: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(entry + ":"))
-
-
-def trim() -> None:
-    """Give freed memory back, so that the step cannot hide its own in it."""
-    gc.collect()
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError):
-        pass  # not glibc
 
 
 def _limit_address_space(processes: int) -> None:

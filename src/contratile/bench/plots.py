@@ -3,6 +3,7 @@
     memory_png, time_png = draw(load(Path("bench-loss/loss.json")), Path("bench-loss"))
     (family_png,) = draw(load(Path("bench-family/family.json")), Path("bench-family"))
     (ring_png,) = draw(load(Path("bench-ring/ring.json")), Path("bench-ring"))
+    (cache_png,) = draw(load(Path("bench-cache/cache.json")), Path("bench-cache"))
 
 Every marker is a measurement. What was not measured is dashed and its label says so.
 """
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from contratile.bench.rows import FamilyRow, LossRow, Recording, RingRow, Row, threads
+from contratile.bench.rows import CacheRow, FamilyRow, LossRow, Recording, RingRow, Row, threads
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,6 +32,8 @@ _STYLES: dict[str, dict[str, Any]] = {
     "open_clip_grad": {"color": "#E69F00", "marker": "s", "markersize": 10, "linestyle": "-.", "zorder": 1.5},
     "open_clip_local": {"color": "#CC79A7", "marker": "X", "markersize": 8},
     "disco": {"color": "#009E73", "marker": "h"},
+    "plain": {"color": "#000000", "marker": "s"},
+    "grad_cache": {"color": "#009E73", "marker": "h"},
 }
 _LABELS = {
     "contratile_cached": "contratile, tiles cached",
@@ -46,6 +49,8 @@ _LABELS = {
     "open_clip_grad": "open_clip, gather_with_grad",
     "open_clip_local": "open_clip, local_loss + grad",
     "disco": "DisCo-style gather",
+    "plain": "plain training",
+    "grad_cache": "GradCache package",
 }
 _FAMILY_LABELS = _LABELS | {
     "nt_xent": "nt_xent (2N views)",
@@ -71,9 +76,9 @@ class Panel(NamedTuple):
 
 
 def draw(recording: Recording[Any], folder: Path) -> tuple[Path, ...]:
-    """Write ring.png, family.png, or loss_memory.png and loss_time.png."""
+    """Write ring.png, family.png, cache.png, or loss_memory.png and loss_time.png."""
     make: dict[str, Callable[[Recording[Any], Path], tuple[Path, ...]]]
-    make = {"loss": _draw_loss, "family": _draw_family, "ring": _draw_ring}
+    make = {"loss": _draw_loss, "family": _draw_family, "ring": _draw_ring, "cache": _draw_cache}
     return make[recording.kind](recording, folder)
 
 
@@ -110,6 +115,20 @@ def _draw_ring(recording: Recording[RingRow], folder: Path) -> tuple[Path, ...]:
         grid[-1] = [panel._replace(label=f"{panel.label}, D = {d}") for panel in grid[-1]]
     title = "The loss over ranks on one machine, forward + backward"
     path = folder / "ring.png"
+    _figure(grid, title, threads(recording), recording.environment, path)
+    return (path,)
+
+
+def _draw_cache(recording: Recording[CacheRow], folder: Path) -> tuple[Path, ...]:
+    """One figure: memory and time of a training step against the batch."""
+    grid = []
+    for d in sorted({row.d for row in recording.rows}):
+        rows = [row for row in recording.rows if row.d == d]
+        label = f"batch size N (pairs), chunks of {rows[0].chunk}, width {d}"
+        grid.append([Panel(rows, _memory_panel, label), Panel(rows, _step_panel, label)])
+    first = recording.rows[0]
+    title = f"A training step: transformer of {first.layers} layers over {first.tokens} tokens, dropout, and the loss"
+    path = folder / "cache.png"
     _figure(grid, title, threads(recording), recording.environment, path)
     return (path,)
 
@@ -248,7 +267,9 @@ def _memory_scale(axes: "Axes", facts: dict[str, str], ranks: int) -> None:
     axes.yaxis.set_major_formatter(lambda mib, _: _bytes(mib))
 
 
-def _time_panel(axes: "Axes", rows: Sequence[Row], facts: dict[str, str], x: str = "n") -> None:
+def _time_panel(
+    axes: "Axes", rows: Sequence[Row], facts: dict[str, str], x: str = "n", limit: str = "4 matrix products"
+) -> None:
     from matplotlib.ticker import LogLocator
 
     _lines(axes, rows, x, "seconds_best")
@@ -258,12 +279,16 @@ def _time_panel(axes: "Axes", rows: Sequence[Row], facts: dict[str, str], x: str
             at = getattr(row, x)
             limits[at] = min(row.limit_seconds, limits.get(at, row.limit_seconds))
     if limits:
-        label = "limit: 4 matrix products"
-        axes.plot(*zip(*sorted(limits.items()), strict=True), ":", linewidth=2.0, color="#777777", label=label)
+        points = zip(*sorted(limits.items()), strict=True)
+        axes.plot(*points, ":", linewidth=2.0, color="#777777", label=f"limit: {limit}")
     axes.set_ylabel("time per step")
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(lambda seconds, _: _seconds(seconds))
+
+
+def _step_panel(axes: "Axes", rows: Sequence[CacheRow], facts: dict[str, str]) -> None:
+    _time_panel(axes, rows, facts, limit="two forwards, one backward")
 
 
 def _rank_time_panel(axes: "Axes", rows: Sequence[RingRow], facts: dict[str, str]) -> None:

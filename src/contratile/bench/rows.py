@@ -107,7 +107,21 @@ class RingRow(Row):
     """The same if only the exposed seconds were: an upper bound."""
 
 
-ROWS: dict[str, type[Row]] = {"loss": LossRow, "family": FamilyRow, "ring": RingRow}
+@dataclass(frozen=True, kw_only=True)
+class CacheRow(Row):
+    """A row of `bench cache`: a training step of encoders and loss.
+
+    The limit is the encoders' part of it: all chunks forward without gradient, then forward and backward.
+    """
+
+    chunk: int
+    layers: int
+    tokens: int
+    loss_percent: float | None = None
+    """The part of the best step that is not the encoders'."""
+
+
+ROWS: dict[str, type[Row]] = {"loss": LossRow, "family": FamilyRow, "ring": RingRow, "cache": CacheRow}
 R = TypeVar("R", bound=Row)
 
 
@@ -158,5 +172,5 @@ def load(path: Path) -> Recording[Any]:
         rows = tuple(ROWS[kind](**row) for row in recorded["rows"])
         return Recording(rows, recorded["environment"], recorded["command"], kind)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        expected = "expected a loss.json, family.json or ring.json written by `contratile bench`"
+        expected = "expected a loss.json, family.json, ring.json or cache.json written by `contratile bench`"
         raise ValueError(f"{path}: {expected}, got {error!r}") from error

@@ -57,6 +57,12 @@ COMMANDS = (
         "contratile bench ring --quick --out results",
     ),
     Command(
+        "bench cache",
+        "time and memory of training steps in chunks against other gradient caches",
+        "contratile.cli.bench:cache",
+        "contratile bench cache --quick --out results",
+    ),
+    Command(
         "bench plot",
         "draw the plots of a recorded benchmark again",
         "contratile.cli.bench:plot",

@@ -1,4 +1,4 @@
-"""`contratile bench loss`, `bench family`, `bench ring` and `bench plot`: run a benchmark, show it, draw it."""
+"""`contratile bench loss`, `family`, `ring`, `cache` and `plot`: run a benchmark, show it, draw it."""
 
 import argparse
 import shlex
@@ -37,6 +37,13 @@ def ring(argv: Sequence[str]) -> int:
     from contratile.bench.ring import QUICK, RingConfig, run
 
     return _measure("bench ring", argv, RingConfig(), QUICK, run)
+
+
+def cache(argv: Sequence[str]) -> int:
+    """Training steps of encoders and loss in chunks against other ways to do them."""
+    from contratile.bench.cache import QUICK, CacheConfig, run
+
+    return _measure("bench cache", argv, CacheConfig(), QUICK, run)
 
 
 def _measure(name: str, argv: Sequence[str], default: C, quick: C, run: "Callable[..., Recording[Any]]") -> int:
@@ -81,9 +88,8 @@ def _measure(name: str, argv: Sequence[str], default: C, quick: C, run: "Callabl
 def plot(argv: Sequence[str]) -> int:
     """Draw recorded rows again."""
     parser = argparse.ArgumentParser(prog="contratile bench plot", description="Draw the plots of a recorded run.")
-    parser.add_argument(
-        "results", type=Path, help="a loss.json, family.json or ring.json written by `contratile bench`"
-    )
+    written = "a loss.json, family.json, ring.json or cache.json written by `contratile bench`"
+    parser.add_argument("results", type=Path, help=written)
     parser.add_argument("--out", type=Path, help="folder for the plots (default: that of the results)")
     options = parser.parse_args(argv)
     if _missing("bench plot"):

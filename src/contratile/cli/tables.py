@@ -6,7 +6,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from contratile.bench.rows import FamilyRow, LossRow, Recording, RingRow, Row, threads
+from contratile.bench.rows import CacheRow, FamilyRow, LossRow, Recording, RingRow, Row, threads
 
 TIMES = (
     "seconds: best and median of the rounds; % limit: time of four plain matrix products over best; x ours: best over "
@@ -24,7 +24,7 @@ PAPER = (
 def tables(recording: Recording[Any]) -> list[Table]:
     """The tables of a benchmark."""
     make: dict[str, Callable[[Recording[Any]], list[Table]]]
-    make = {"loss": _loss_tables, "family": _family_tables, "ring": _ring_tables}
+    make = {"loss": _loss_tables, "family": _family_tables, "ring": _ring_tables, "cache": _cache_tables}
     return make[recording.kind](recording)
 
 
@@ -34,8 +34,10 @@ def notes(recording: Recording[Any]) -> list[str]:
     for row in recording.rows:
         if row.status not in ("ok", "memory only"):
             place = f"D={row.d}"
-            if recording.kind != "loss":
-                place = f"{place}, P={row.world}" if recording.kind == "ring" else f"{row.loss}, {place}"
+            if recording.kind == "ring":
+                place = f"{place}, P={row.world}"
+            elif recording.kind == "family":
+                place = f"{row.loss}, {place}"
             sizes.setdefault((row.contestant, place, row.status), []).append(str(row.n))
     return [f"{name}, {place}, N={', '.join(ns)}: {status}" for (name, place, status), ns in sizes.items()]
 
@@ -99,6 +101,26 @@ def _ring_tables(recording: Recording[RingRow]) -> list[Table]:
         "peak beyond inputs and gradients, of the largest rank, - where it does not fit into this machine"
     )
     return made
+
+
+def _cache_tables(recording: Recording[CacheRow]) -> list[Table]:
+    """A table for each width."""
+    made = []
+    for d in sorted({row.d for row in recording.rows}):
+        rows = [row for row in recording.rows if row.d == d]
+        model = f"{rows[0].layers} layers of width {d}, {rows[0].tokens} tokens, chunks of {rows[0].chunk}"
+        headings = ("N", "contestant", "best", "median", "% limit", "x ours", "MiB", "% loss")
+        made.append(_table(f"{model} · {_hardware(recording)}", headings, None))
+        _fill(made[-1], rows, _cache_cells)
+    made[-1].caption = (
+        f"{TIMES.replace('four plain matrix products', 'all chunks forward, then forward and backward,')}MiB: peak "
+        "beyond model, inputs and gradients; % loss: part of the step that is not the encoders'"
+    )
+    return made
+
+
+def _cache_cells(row: Any) -> list[str]:
+    return [_show(row.peak_extra_mib, "{:.1f}"), _show(row.loss_percent, "{:.1f}")]
 
 
 def _ring_cells(row: Any) -> list[str]:

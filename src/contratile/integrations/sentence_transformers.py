@@ -5,23 +5,28 @@
     loss = MultipleNegativesRankingLoss(model, scale=20.0, gather_across_devices=True)
     SentenceTransformerTrainer(model=model, train_dataset=pairs, loss=loss).train()
 
-Values and gradients are those of the package's losses. An option that has no counterpart here is refused by its name,
-never ignored. `margin`, `tile` and `cache_bytes` are additions, with the meaning they have in `contratile.info_nce`.
+`CachedMultipleNegativesRankingLoss` is the same for batches of any size. Values and gradients are those of the
+package's losses. An option that has no counterpart here is refused by its name, never ignored. `margin`, `tile` and
+`cache_bytes` are additions, with the meaning they have in `contratile.info_nce`.
 The package itself is not imported.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from contratile.errors import bad_type, bad_value, check_choice
+from contratile.errors import bad_type, bad_value, check_choice, check_count
 from contratile.functional import clip_loss, info_nce
+from contratile.grad_cache import GradCache
+from contratile.grad_cache.chunks import cut
+from contratile.grad_cache.offload import Offload
 
 Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]
 Similarity = Callable[[Tensor, Tensor], Tensor]
@@ -148,6 +153,121 @@ class MultipleNegativesSymmetricRankingLoss(MultipleNegativesRankingLoss):
         )
 
 
+class CachedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
+    """The same loss for batches of any size: `contratile.GradCache` over mini-batches of texts.
+
+    Its forward does the first two phases, its backward the third, so the trainer's call is that of any loss.
+    Mini-batches are those of the package, without the padding that only longer texts of other mini-batches need.
+    `offload` is an addition: "host" or "disk" for what the model is called with.
+    """
+
+    uses_gradient_cache = True
+    """Asked for by the package's MatryoshkaLoss, which then wraps `calculate_loss`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scale: float = 20.0,
+        similarity_fct: Similarity | None = None,
+        mini_batch_size: int = 32,
+        mini_batch_num_tokens: int | None = None,
+        gather_across_devices: bool = False,
+        directions: tuple[Direction, ...] = ("query_to_doc",),
+        partition_mode: Literal["joint", "per_direction"] = "joint",
+        show_progress_bar: bool = False,
+        hardness_mode: str | None = None,
+        hardness_strength: float = 0.0,
+        *,
+        margin: float | None = None,
+        tile: int | None = None,
+        cache_bytes: int = 0,
+        offload: Offload = "none",
+    ) -> None:
+        super().__init__(
+            model,
+            scale,
+            similarity_fct,
+            gather_across_devices,
+            directions,
+            partition_mode,
+            hardness_mode,
+            hardness_strength,
+            margin=margin,
+            tile=tile,
+            cache_bytes=cache_bytes,
+        )
+        check_count("mini_batch_size", mini_batch_size, least=1)
+        if mini_batch_num_tokens is not None:
+            check_count("mini_batch_num_tokens", mini_batch_num_tokens, least=1)
+        self.mini_batch_size = mini_batch_size
+        self.mini_batch_num_tokens = mini_batch_num_tokens
+        self.show_progress_bar = show_progress_bar
+        self.offload = offload
+
+    def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
+        """The trainer's call. Gradients of embeddings are found here; those of the model come with `backward()`."""
+        cache = GradCache(
+            _Embedding(self.model),
+            self.compute_loss_from_embeddings,
+            chunk_size=sys.maxsize,  # they come as mini-batches
+            offload=self.offload,
+            progress="bar" if self.show_progress_bar else None,
+        )
+        encoded = cache.encode(*(self._mini_batches(features) for features in sentence_features))
+        columns = [[x] for x in encoded.features]
+        if not torch.is_grad_enabled():
+            with encoded:
+                return self.calculate_loss(columns, labels)
+        loss = self.calculate_loss(columns, labels, with_backward=True).requires_grad_()
+        loss.register_hook(partial(cache.backward, encoded))  # type: ignore[no-untyped-call]  # likewise
+        return loss
+
+    def calculate_loss(
+        self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
+    ) -> Tensor:
+        """The loss of columns of embeddings that come in parts, and its gradients if asked for, as in the package."""
+        loss = self.compute_loss_from_embeddings([torch.cat(x) if len(x) > 1 else x[0] for x in reps], labels)
+        if not with_backward:
+            return loss
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        return loss.detach()
+
+    def _mini_batches(self, features: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """As the package cuts them, so that with dropout the draws are the same; plain slices if it is not there."""
+        if "cu_seq_lens_q" in features:
+            remedy = f"Load the model without input flattening, {_OTHERWISE}"
+            bad_value("sentence_features", expected="padded inputs", got="flattened ones", remedy=remedy)
+        package = sys.modules.get("sentence_transformers.base.losses.gradcache")
+        if package is not None and hasattr(package, "_minibatch_ranges") and hasattr(package, "_create_minibatch"):
+            ranges = package._minibatch_ranges(features, self.mini_batch_size, self.mini_batch_num_tokens)
+            return (package._create_minibatch(features, begin, end) for begin, end in ranges)
+        if self.mini_batch_num_tokens is not None:
+            got, remedy = self.mini_batch_num_tokens, "Install sentence-transformers 6, or pass mini_batch_size=."
+            bad_value("mini_batch_num_tokens", expected="None without the package's own cut", got=got, remedy=remedy)
+        return cut(features, self.mini_batch_size, "sentence_features")
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """What the model card lists."""
+        sizes = {"mini_batch_size": self.mini_batch_size, "mini_batch_num_tokens": self.mini_batch_num_tokens}
+        return {**super().get_config_dict(), **sizes}
+
+    @property
+    def citation(self) -> str:
+        return _GRAD_CACHE
+
+
+class _Embedding(nn.Module):
+    """A sentence-transformers model as an encoder: keywords in, embeddings out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **features: Any) -> Tensor:
+        embedding: Tensor = self.model(features)["sentence_embedding"]
+        return embedding
+
+
 def _check_directions(directions: tuple[Direction, ...], partition_mode: str) -> None:
     """One direction, or two that are normalised apart: all others mix scores of several matrices in one softmax."""
     if isinstance(directions, str) or not directions:
@@ -215,5 +335,16 @@ _JINA = """
       archivePrefix={arXiv},
       primaryClass={cs.CL},
       url={https://arxiv.org/abs/2310.19923},
+}
+"""
+
+_GRAD_CACHE = """
+@misc{gao2021scaling,
+      title={Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup},
+      author={Luyu Gao and Yunyi Zhang and Jiawei Han and Jamie Callan},
+      year={2021},
+      eprint={2101.06983},
+      archivePrefix={arXiv},
+      primaryClass={cs.LG},
 }
 """

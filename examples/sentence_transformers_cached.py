@@ -1,0 +1,48 @@
+"""A `SentenceTransformerTrainer` run with sentence-transformers' cached loss and with ours: only an import changes.
+
+    python examples/sentence_transformers_cached.py                      # a few minutes on two cores
+    python examples/sentence_transformers_cached.py --quick
+
+Batches are encoded in mini-batches, so memory does not grow with them. Prints both loss curves, then time and memory of
+both runs. Model and pairs are those of `sentence_transformers_trainer.py`.
+"""
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+# Sets up the package, so it comes first.
+from sentence_transformers_trainer import Cost, no_progress_bars, pairs, print_costs, print_curves, run  # isort: skip
+
+from sentence_transformers.sentence_transformer import losses as theirs
+
+from contratile.bench.cases import quiet
+from contratile.integrations import sentence_transformers as ours
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few steps and a smaller batch")
+    parser.add_argument("--wordnet", type=Path, help="folder of WordNet's data files")
+    options = parser.parse_args()
+    steps, batch, mini_batch = (2, 24, 8) if options.quick else (5, 256, 32)
+    no_progress_bars()
+
+    source, data = pairs(options.wordnet, 500 if options.quick else 5000)
+    print(f"{len(data):,} pairs from {source}; batches of {batch} in mini-batches of {mini_batch}")
+    curves: list[list[float]] = []
+    costs: list[Cost] = []
+    with quiet():
+        for number, package in enumerate((theirs, theirs, ours)):  # the first run of a process pays for its threads
+            make = partial(package.CachedMultipleNegativesRankingLoss, mini_batch_size=mini_batch)
+            curve, cost = run(make, data, steps=steps if number else 1, batch=batch)
+            if number:
+                curves.append(curve)
+                costs.append(cost)
+    gap = print_curves(*curves)
+    print_costs({f"fastest of {steps} steps, {batch} pairs": costs})
+    print(f"\nthe curves differ by at most {gap:.1e}")
+
+
+if __name__ == "__main__":
+    main()

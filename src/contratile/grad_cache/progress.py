@@ -1,0 +1,46 @@
+"""How far a step is. A callback is told (phase, rows done, rows in all or None); `RichBar` is one that draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+from contratile.errors import bad_value
+
+Phase: TypeAlias = Literal["encode", "loss", "backward"]
+Progress: TypeAlias = Callable[[Phase, int, "int | None"], None]
+
+
+def silent(phase: Phase, done: int, total: int | None) -> None:
+    """Nobody is told."""
+
+
+class RichBar:
+    """A bar for every phase."""
+
+    def __init__(self) -> None:
+        try:
+            import rich.progress  # noqa: F401
+        except ImportError:
+            bad_value("progress", expected="the package rich", got="none", remedy="Install it: pip install rich")
+        self.bar: Any = None
+        self.task: Any = None
+        self.phase: Phase | None = None
+
+    def __call__(self, phase: Phase, done: int, total: int | None) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        if phase != self.phase:
+            self.close()
+            columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+            self.bar, self.phase = Progress(*columns), phase
+            self.bar.start()
+            self.task = self.bar.add_task(phase, total=total)
+        self.bar.update(self.task, completed=done, total=total)
+        if done == total:
+            self.close()
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+        self.bar = self.phase = None

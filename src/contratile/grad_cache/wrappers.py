@@ -1,0 +1,56 @@
+"""Wrappers that synchronise gradients in the backward pass (DDP, FSDP), and how to hold them back.
+
+with unsynchronised(wrappers_of(encoder)):
+    encoder(chunk).sum().backward()            # gradients are added up on this rank only
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from contratile.errors import bad_value
+from contratile.team import Team
+
+
+def wrappers_of(module: nn.Module) -> list[nn.Module]:
+    """Modules with `no_sync` (DDP, FSDP1, engines like them) and modules under FSDP2's `fully_shard`."""
+    return [x for x in module.modules() if hasattr(x, "no_sync") or is_sharded(x)]
+
+
+def is_sharded(module: nn.Module) -> bool:
+    return hasattr(module, "set_requires_gradient_sync")
+
+
+@contextmanager
+def unsynchronised(wrappers: Iterable[nn.Module]) -> Iterator[None]:
+    """Forward and backward passes in here leave gradients unreduced."""
+    with ExitStack() as stack:
+        for wrapper in wrappers:
+            x: Any = wrapper
+            if not is_sharded(wrapper):
+                stack.enter_context(x.no_sync())
+            elif _reduces(x):
+                x.set_requires_gradient_sync(False, recurse=False)
+                stack.callback(x.set_requires_gradient_sync, True, recurse=False)
+        yield
+
+
+def _reduces(module: Any) -> bool:
+    """Whether the user has left the reduction on: FSDP2 has a setter and no getter."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return any(group is not None and group.reduce_grads for group in groups)
+
+
+def check_equal_counts(count: int, team: Team, device: torch.device) -> None:
+    """Every forward pass of a sharded module is collective: the ranks must have equally many chunks."""
+    values = torch.tensor([count, count * count], dtype=torch.float64, device=device)
+    total, squares = team.sum(values).tolist()
+    if team.size * squares != total * total:
+        remedy = "Give every rank as many rows, or smaller chunks to those with fewer; DDP has no such limit."
+        bad_value("chunks of an FSDP encoder", expected="equally many on every rank", got=count, remedy=remedy)
