@@ -50,6 +50,7 @@ def test_held_out_where_there_is_no_test_split(saved: Path) -> None:
     train, test = (open_hub(f"hf:{saved}/one", split, test_share=0.3) for split in ("train", "test"))  # type: ignore[arg-type]
     assert isinstance(train, HubTable) and isinstance(test, HubTable)
     captions = [{source[i].right for i in range(len(source))} for source in (train, test)]
+    assert [set(source.texts()) for source in (train, test)] == captions
     assert not captions[0] & captions[1] and len(captions[0] | captions[1]) == 40 and 4 < len(test) < 20
 
 
@@ -86,6 +87,7 @@ def test_streams(saved: Path, parts: int) -> None:
 def test_streams_hold_out_too(saved: Path) -> None:
     sources = [open_hub(f"hf:{saved}/one", split, streaming=True, test_share=0.3) for split in ("train", "test")]  # type: ignore[arg-type]
     train, test = (shades(source) for source in sources if isinstance(source, HubStream))
+    assert sorted(sources[1].texts()) == sorted(f"number {n}" for n in test)
     assert sorted(train + test) == list(range(40)) and 4 < len(test) < 20
 
 

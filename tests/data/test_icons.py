@@ -72,6 +72,7 @@ def test_drawn_once_into_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     cache = tmp_path / "cache"
     icons = Icons("train", size=8, folder=folder, cache=cache, test_share=None)
     assert [icons[i].right for i in range(len(icons))] == ["bus", "home"]
+    assert list(icons.texts()) == ["bus", "home"]
     assert icons[1].left.size == (8, 8) and icons[1].left.mode == "RGB"  # type: ignore[union-attr]
     (file,) = cache.glob("*.safetensors")
     assert not list(cache.glob("*.part")) and not list(cache.glob(".*.part"))

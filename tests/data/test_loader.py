@@ -32,6 +32,9 @@ class Numbers:
             raise Broken(f"number {index}", "odd" if index % 2 else "even")
         return Sample(str(index), str(-index), f"number {index}")
 
+    def texts(self) -> Iterator[str]:
+        return iter(())
+
 
 class River:
     """A stream of numbers: part p of an epoch has lengths[p % len(lengths)] of them; cursors count."""
@@ -57,6 +60,9 @@ class River:
             raise Broken(f"drop {record}", "muddy")
         return Sample(str(record), str(-record), f"drop {record}")
 
+    def texts(self) -> Iterator[str]:
+        return iter(())
+
 
 def as_tensor(texts: list[str]) -> torch.Tensor:
     return torch.tensor([int(text) for text in texts])
@@ -71,7 +77,7 @@ def rows(loader: Loader, batches: int | None = None) -> list[list[list[int]]]:
     for batch in islice(loader, batches):
         chunks = list(batch.chunks)
         for chunk in chunks:
-            assert torch.equal(chunk.left, -chunk.right)
+            assert torch.equal(chunk.left, -chunk.right) and chunk.texts == [str(-x) for x in chunk.left.tolist()]
             assert [int(key.split()[1]) for key in chunk.keys] == chunk.left.tolist()
             if isinstance(loader.source, Indexed):
                 assert torch.equal(chunk.index, chunk.left)
@@ -114,6 +120,13 @@ def test_last_incomplete_batch_is_dropped() -> None:
 def test_one_pass_in_order() -> None:
     loader = Loader(Numbers(7), PREPARE, batch=4, chunk=3, shuffle=False, epochs=1, drop_last=False)
     assert rows(loader) == [[[0, 1, 2], [3]], [[4, 5, 6]]]
+
+
+@pytest.mark.parametrize("source", [Numbers(10, frozenset({1})), River((10,), frozenset({1}))], ids=["index", "stream"])
+def test_ordered(source: Numbers | River) -> None:
+    for limit, expected in ((0, [[0, 2, 3], [4, 5, 6, 7], [8, 9]]), (6, [[0, 2, 3], [4, 5]]), (4, [[0, 2, 3]])):
+        chunks = list(Loader.ordered(source, PREPARE, chunk=4, limit=limit))
+        assert [chunk.left.tolist() for chunk in chunks] == expected
 
 
 def test_torchs_random_numbers_are_left_alone() -> None:

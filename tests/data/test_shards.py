@@ -109,6 +109,7 @@ def test_captions(tmp_path: Path) -> None:
         "text is not UTF-8 (convert the file, for example with iconv)",
         "no caption: neither .txt nor caption or text in .json",
     ]
+    assert list(whole(name).texts()) == ["plain", "from json", "from text", "no picture"]
     alternative = list(read(whole(name, right="alt")))
     assert isinstance(alternative[1], Sample) and alternative[1].right == "second"
 
@@ -117,6 +118,7 @@ def test_text_pairs(tmp_path: Path) -> None:
     name = write_tar(tmp_path / "a.tar", [("0.query", b"how?"), ("0.answer", b"so")])
     source = whole(name, left="query", right="answer")
     (sample,) = read(source)
+    assert list(source.texts()) == ["so", "how?"]
     assert source.kinds == ("text", "text") and sample[:2] == ("how?", "so")  # type: ignore[index]
 
 

@@ -52,6 +52,7 @@ def test_formats(tmp_path: Path, name: str, encoding: str) -> None:
     assert source.kinds == ("image", "text") and len(source) == 2
     assert [shade(source[i].left) for i in range(2)] == [0, 1]
     assert [source[i].right for i in range(2)] == ["zero", "one, with comma\nand line"]
+    assert list(source.texts()) == ["zero", "one, with comma\nand line"]
     assert source[0].key == f"{name}:{2 if name.endswith('sv') else 1}"
 
 
@@ -77,6 +78,7 @@ def test_text_pairs_and_familiar_names(tmp_path: Path) -> None:
     file.write_text("id,Question,Answer\n1,how?,so\n")
     source = table(file)
     assert source.kinds == ("text", "text") and source[0][:2] == ("how?", "so")
+    assert list(source.texts()) == ["how?", "so"]
     file.write_text("foo,bar\nx.PNG,y\n")
     assert table(file).columns.left == "foo" and table(file).kinds[0] == "image"
     assert table(file, left_kind="text")[0].left == "x.PNG"
@@ -189,5 +191,5 @@ def test_all_captions_of_a_picture_are_in_one_split(tmp_path: Path) -> None:
     file = tmp_path / "t.csv"
     file.write_text("path,text\n" + "".join(f"{i // 5}.png,caption {i}\n" for i in range(1000)))
     train, test = (Table(file, split, test_share=0.2) for split in ("train", "test"))  # type: ignore[arg-type]
-    seen, held = ({row[0] for _, row in split._rows} for split in (train, test))  # type: ignore[index]
+    seen, held = ({row["path"] for _, row in split._rows} for split in (train, test))  # type: ignore[index]
     assert len(train) + len(test) == 1000 and 100 < len(test) < 300 and not seen & held

@@ -33,6 +33,7 @@ def test_format(tmp_path: Path) -> None:
         ("physical object", "a tangible and visible entity; it casts shade"),
         ("able", "(usually followed by `to') having the means"),
     ]
+    assert list(source.texts())[:2] == ["entity", "that which is perceived to exist"]
     assert len(pairs) == 15 and pairs[-1].left == "caf\xe9" and source.kinds == ("text", "text")
     assert pairs[2].key == "noun/00002684/physical object" and len({pair.key for pair in pairs}) == 15
 

@@ -1,7 +1,8 @@
 """Which two columns of a table are the pair, and how their values become a sample."""
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -49,6 +50,14 @@ class Columns:
         right = usable_text(row.get(self.right), key)
         left = row.get(self.left)
         return Sample(usable_text(left, key) if self.kinds[0] == "text" else self._picture(left, key), right, key)
+
+    def texts(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+        """The usable texts in rows."""
+        names = (self.left, self.right) if self.kinds[0] == "text" else (self.right,)
+        for row in rows:
+            for name in names:
+                with suppress(Broken):
+                    yield usable_text(row.get(name), "")
 
     def _picture(self, value: Any, key: str) -> "Image":
         if isinstance(value, Mapping):  # as Hugging Face stores pictures

@@ -33,10 +33,8 @@ class HubTable:
         self._rows = range(len(dataset)) if test_share is None else self._of_split(split, test_share)
 
     def _of_split(self, split: Split, share: float) -> Sequence[int]:
-        """Rows of the split; only texts and paths are read for it, never the pictures in the dataset."""
-        text = isinstance(_first(self._dataset).get(self.columns.left), str)
-        names = self._dataset.select_columns([self.columns.left if text else self.columns.right])
-        return [i for i, row in enumerate(names) if in_split(self.columns.name_of(row), split, share)]
+        rows = _without_pictures(self._dataset, self.columns)
+        return [i for i, row in enumerate(rows) if in_split(self.columns.name_of(row), split, share)]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -44,6 +42,9 @@ class HubTable:
     def __getitem__(self, index: int) -> Sample:
         row = self._rows[index]
         return self.columns.sample(self._dataset[row], f"{self.name}/{row}")
+
+    def texts(self) -> Iterator[str]:
+        return self.columns.texts(_without_pictures(self._dataset, self.columns).select(self._rows))
 
 
 class HubStream:
@@ -68,6 +69,10 @@ class HubStream:
     def sample(self, record: tuple[str, Any]) -> Sample:
         key, row = record
         return self.columns.sample(row, key)
+
+    def texts(self) -> Iterator[str]:
+        rows = _without_pictures(self._dataset, self.columns)
+        return self.columns.texts(row for row in rows if in_split(self.columns.name_of(row), self._split, self._share))
 
 
 def open_hub(
@@ -133,6 +138,12 @@ def _undecoded(dataset: Any) -> Any:
         if isinstance(feature, image):
             dataset = dataset.cast_column(column, image(decode=False))
     return dataset
+
+
+def _without_pictures(dataset: Any, columns: Columns) -> Any:
+    """The columns of the pair that hold texts or paths: what can be read quickly."""
+    strings = isinstance(_first(dataset).get(columns.left), str)
+    return dataset.select_columns([columns.left, columns.right] if strings else [columns.right])
 
 
 def _first(dataset: Any) -> dict[str, Any]:

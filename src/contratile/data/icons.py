@@ -91,6 +91,9 @@ class Icons:
         row, icon = self._chosen[index]
         return Sample(Image.fromarray(self._pixels[row].numpy()).convert("RGB"), icon.caption, icon.key)
 
+    def texts(self) -> Iterator[str]:
+        return (icon.caption for _, icon in self._chosen)
+
     @cached_property
     def _pixels(self) -> Tensor:
         """Grey [N, size, size], mapped from the file."""

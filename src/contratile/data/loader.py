@@ -49,6 +49,8 @@ class Chunk(NamedTuple):
     """Their places in an indexed source; -1 in a stream."""
 
     keys: list[str]
+    texts: list[str]
+    """The right sides, as they were."""
 
 
 class Batch(NamedTuple):
@@ -136,6 +138,15 @@ class Loader:
                 bad_value("batch", expected=f"at most the {n} samples of {source.name}", got=batch, remedy=remedy)
         elif batch < world:
             bad_value("batch", expected=f"at least {world}, one for each rank", got=batch, remedy="Raise the batch.")
+
+    @classmethod
+    def ordered(
+        cls, source: Indexed | Stream, prepare: tuple[Prepare, Prepare], *, chunk: int, limit: int = 0, **options: Any
+    ) -> Iterator[Chunk]:
+        """The chunks of one pass in the source's own order, over all samples or the first `limit`."""
+        loader = cls(source, prepare, batch=chunk, chunk=chunk, shuffle=False, epochs=1, drop_last=False, **options)
+        tasks = loader._tasks() if limit == 0 else _first(loader._tasks(), limit)
+        return (made for _, made in loader._made(tasks) if made is not None)
 
     # --- position -------------------------------------------------------------------------------------------------
 
@@ -225,7 +236,7 @@ class Loader:
     # --- reading --------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Batch]:
-        made = self._made()
+        made = self._made(self._tasks())
         for task, chunk in made:
             chunks = self._chunks(task, chunk, made)
             yield Batch(task.epoch, task.step, chunks)
@@ -243,9 +254,9 @@ class Loader:
                 return
             task, chunk = next(made)
 
-    def _made(self) -> Iterator[tuple[_Task, Chunk | None]]:
+    def _made(self, tasks: Iterator[_Task]) -> Iterator[tuple[_Task, Chunk | None]]:
         """Tasks, each with its chunk, or with None if none of its samples could be used."""
-        tasks, waiting = self._tasks(), deque[_Task]()
+        waiting = deque[_Task]()
         if self.workers and isinstance(self.source, Stream):
             tasks = _ahead(tasks, 2 * self.workers)
 
@@ -307,7 +318,7 @@ class _Maker(Dataset[Any]):
             return None, broken, len(items)
         lefts, rights, keys = (list(column) for column in zip(*samples, strict=True))
         left, right = self.prepare[0](lefts), self.prepare[1](rights)
-        return Chunk(left, right, torch.tensor(places), keys), broken, len(items)
+        return Chunk(left, right, torch.tensor(places), keys, rights), broken, len(items)
 
 
 def _unchanged(made: T) -> T:
@@ -317,6 +328,15 @@ def _unchanged(made: T) -> T:
 def _sizes(rows: int, chunk: int) -> list[int]:
     """Rows cut into chunks; no rows are one empty chunk, so that every batch has a task."""
     return [min(chunk, rows - start) for start in range(0, rows, chunk)] or [0]
+
+
+def _first(tasks: Iterator[_Task], limit: int) -> Iterator[_Task]:
+    """The tasks of the first `limit` items."""
+    for task in tasks:
+        yield task._replace(items=task.items[:limit])
+        limit -= len(task.items)
+        if limit <= 0:
+            return
 
 
 def _ahead(items: Iterator[T], depth: int) -> Iterator[T]:

@@ -50,6 +50,9 @@ class Source(Protocol):
     @property
     def kinds(self) -> Kinds: ...
 
+    def texts(self) -> Iterator[str]:
+        """All texts, of both sides where both are; read without pictures, for a tokenizer to learn from."""
+
 
 @runtime_checkable
 class Indexed(Source, Protocol):
@@ -106,6 +109,13 @@ def need(module: str, extra: str = "train") -> Any:
         return import_module(module)
     except ImportError as error:
         raise ImportError(f'{module} is needed for this data: pip install "contratile[{extra}]" ({error})') from error
+
+
+def both_texts(sample: Sample) -> Iterator[str]:
+    """The sides of a pair that are texts."""
+    if isinstance(sample.left, str):
+        yield sample.left
+    yield sample.right
 
 
 def usable_text(value: object, key: str) -> str:

@@ -11,6 +11,7 @@ tar are labels. A tar that cannot be read to its end is a broken sample, and rea
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from glob import glob
 from itertools import count, islice
 from pathlib import Path
@@ -94,6 +95,15 @@ class Shards:
             raise Broken(key, f"no file .{' .'.join(self._lefts)} in the sample")
         right = self._caption(record)
         return Sample(decode(left, key) if self.kinds[0] == "image" else _text(left, key), right, key)
+
+    def texts(self) -> Iterator[str]:
+        for url in self.urls:
+            for record in self._shard(url):
+                with suppress(Broken):
+                    if isinstance(record, Record):
+                        yield self._caption(record)
+                        if self.kinds[0] == "text":
+                            yield str(self.sample(record).left)
 
     def _caption(self, record: Record) -> str:
         key, files = record

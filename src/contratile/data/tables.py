@@ -56,11 +56,10 @@ class Table:
         )
         self.kinds = self.columns.kinds
         used = (self.columns.left, self.columns.right)
-        self._rows: list[tuple[str, tuple[Any, Any] | Broken]] = []
+        self._rows: list[tuple[str, Row | Broken]] = []
         for key, row in rows:
             if in_split(key if isinstance(row, Broken) else self.columns.name_of(row), split, test_share):
-                kept = row if isinstance(row, Broken) else (row.get(used[0]), row.get(used[1]))
-                self._rows.append((key, kept))
+                self._rows.append((key, row if isinstance(row, Broken) else {name: row.get(name) for name in used}))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -69,7 +68,10 @@ class Table:
         key, row = self._rows[index]
         if isinstance(row, Broken):
             raise Broken(*row.args)
-        return self.columns.sample({self.columns.right: row[1], self.columns.left: row[0]}, key)
+        return self.columns.sample(row, key)
+
+    def texts(self) -> Iterator[str]:
+        return self.columns.texts(row for _, row in self._rows if not isinstance(row, Broken))
 
 
 def _encoding(file: Path) -> str:

@@ -12,9 +12,10 @@ so that every question has one answer. Training has neither a test definition no
 import os
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
-from contratile.data.sample import Kinds, Sample, Split, held_out
+from contratile.data.sample import Kinds, Sample, Split, both_texts, held_out
 from contratile.errors import bad_value
 
 PARTS = ("noun", "verb", "adj", "adv")
@@ -40,6 +41,9 @@ class WordNet:
 
     def __getitem__(self, index: int) -> Sample:
         return self._pairs[index]
+
+    def texts(self) -> Iterator[str]:
+        return chain.from_iterable(map(both_texts, self._pairs))
 
 
 def _one_answer_each(pairs: list[Sample]) -> list[Sample]:
