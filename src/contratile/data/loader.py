@@ -108,13 +108,9 @@ class Loader:
         epochs: int | None = None,
         broken_limit: float = BROKEN_LIMIT,
     ) -> None:
-        for name, value, least in (
-            ("batch", batch, 1),
-            ("chunk", chunk, 1),
-            ("world", world, 1),
-            ("workers", workers, 0),
-        ):
-            check_count(name, value, least=least)
+        for name, value in {"batch": batch, "chunk": chunk, "world": world}.items():
+            check_count(name, value, least=1)
+        check_count("workers", workers, least=0)
         if not 0 <= rank < world:
             bad_value("rank", expected=f"0 to {world - 1}", got=rank, remedy="Pass this process's rank.")
         self.source, self.prepare = source, prepare

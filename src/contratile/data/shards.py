@@ -47,7 +47,7 @@ class Shards:
         self, names: str, split: Split, *, left: str = "", right: str = "", test_share: float | None = 0.1
     ) -> None:
         self.urls = expand(names)
-        self.name = f"{names} ({split})"
+        self.name = f"{names.rpartition('/')[2]} ({split})"
         self._lefts = [ending.strip(". ") for ending in left.split(";")] if left else [s[1:] for s in SUFFIXES]
         self._ending, self._fields = right or "txt", (right,) if right else CAPTIONS
         self._split, self._share = split, test_share
