@@ -1,4 +1,4 @@
-"""Writers of checkpoints that are killed: `python -m tests.train.killed moments|random|full FOLDER` prints what was seen.
+"""Writers of checkpoints that are killed: `python -m tests.train.killed moments|random|full FOLDER`.
 
 The writers are forks of this process, which has nothing but torch in one thread, so that a kill costs milliseconds.
 """

@@ -89,9 +89,9 @@ def test_a_restored_optimizer_goes_on_bitwise(name: str, dtype: torch.dtype, tmp
         return model, OPTIMIZERS[name](model.parameters() if name == "lbfgs" else groups)
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-        for seed in steps:
+        for x in (randn(8, 4, seed=seed, dtype=dtype) for seed in steps):
 
-            def closure(x: Tensor = randn(8, 4, seed=seed, dtype=dtype)) -> Tensor:
+            def closure(x: Tensor = x) -> Tensor:
                 optimizer.zero_grad()
                 loss: Tensor = model(x).square().mean()
                 loss.backward()
@@ -109,7 +109,7 @@ def test_a_restored_optimizer_goes_on_bitwise(name: str, dtype: torch.dtype, tmp
     assert_equal(loaded["model"], dict(state["model"]))
     twin, twin_optimizer = fresh()
     twin.load_state_dict(loaded["model"])
-    twin_optimizer.load_state_dict(loaded["optimizer"])
+    checkpoint.load_optimizer(twin_optimizer, loaded["optimizer"])
     train(model, optimizer, range(3, 6))
     train(twin, twin_optimizer, range(3, 6))
     assert_equal(dict(twin.state_dict()), dict(model.state_dict()))
@@ -133,10 +133,12 @@ plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 keys = st.text() | st.integers() | st.booleans() | st.tuples(st.integers(), st.text())
 trees = st.recursive(
     plain | tensors(),
-    lambda part: st.lists(part, max_size=4)
-    | st.lists(part, max_size=4).map(tuple)
-    | st.dictionaries(keys, part, max_size=4)
-    | st.dictionaries(st.sampled_from(["$tensor", "$float", "__metadata__", "a", "a.b", "b"]), part, max_size=4),
+    lambda part: (
+        st.lists(part, max_size=4)
+        | st.lists(part, max_size=4).map(tuple)
+        | st.dictionaries(keys, part, max_size=4)
+        | st.dictionaries(st.sampled_from(["$tensor", "$float", "__metadata__", "a", "a.b", "b"]), part, max_size=4)
+    ),
     max_leaves=12,
 )
 
@@ -182,7 +184,9 @@ def test_saved_tensors_are_read_by_their_plain_names(tmp_path: Path) -> None:
 
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     checkpoint.save(tmp_path / "c", {"model": model.state_dict()}, {})
-    assert_equal(dict(sorted(load_file(tmp_path / "c" / "model.safetensors").items())), dict(sorted(model.state_dict().items())))
+    found = load_file(tmp_path / "c" / "model.safetensors")
+    assert_equal({name: found.pop(name) for name in model.state_dict()}, dict(model.state_dict()))
+    assert not found
 
 
 def test_random_states_are_put_back(tmp_path: Path) -> None:
@@ -247,7 +251,8 @@ def test_nothing_is_unpickled(file: str, tmp_path: Path) -> None:
     (folder / file).write_bytes(pickle.dumps(Trap(str(tmp_path / "sprung"))))
     if file != "manifest.json":
         manifest = json.loads((folder / "manifest.json").read_text())
-        manifest["files"][file] = {"bytes": (folder / file).stat().st_size, "crc32": checkpoint._checksum(folder / file)}
+        size, checksum = (folder / file).stat().st_size, checkpoint._checksum(folder / file)
+        manifest["files"][file] = {"bytes": size, "crc32": checksum}
         (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match="damaged or incomplete"):
         checkpoint.load(folder)
@@ -260,7 +265,7 @@ def test_other_formats_and_places_are_refused(tmp_path: Path) -> None:
     folder = written(tmp_path)
     text = (folder / "manifest.json").read_text()
     (folder / "manifest.json").write_text(text.replace(checkpoint.FORMAT, "contratile checkpoint 9"))
-    with pytest.raises(ValueError, match="expected contratile checkpoint 1, got contratile checkpoint 9.*another version"):
+    with pytest.raises(ValueError, match=r"expected contratile checkpoint 1, got contratile checkpoint 9\."):
         checkpoint.load(folder)
 
 
@@ -321,7 +326,7 @@ def test_keep_leaves_the_newest_and_the_best(tmp_path: Path) -> None:
         checkpoint.keep(tmp_path, last=2, best=step(tmp_path, number) if number in (1, 3) else None)
     assert names() == [checkpoint.step_name(number) for number in (3, 4, 5)]
     assert_equal(checkpoint.load(tmp_path / "best"), checkpoint.load(step(tmp_path, 3)))
-    assert not Path(os.readlink(tmp_path / "best")).is_absolute()  # a run may be moved
+    assert not (tmp_path / "best").readlink().is_absolute()  # a run may be moved
     written(tmp_path, 6)
     checkpoint.keep(tmp_path, last=1, best=step(tmp_path, 6))
     assert names() == [checkpoint.step_name(6)] and checkpoint.load(tmp_path / "best")[1] == {"step": 6}

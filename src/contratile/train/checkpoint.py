@@ -5,6 +5,7 @@
     keep(run, last=2, best=run / "checkpoints" / step_name(100))
     folder = latest(run)
     state, facts = load(folder)
+    load_optimizer(optimizer, state["optimizer"])
 
 A checkpoint is written under a temporary name, pushed to the disk and renamed: a process killed at any moment leaves
 the one before. `manifest.json` holds size and checksum of every file, and `load` believes nothing else. One process
@@ -83,7 +84,9 @@ def load(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         state = {}
         for name, tree in written["structure"].items():
             _check_name(name)
-            state[name] = restore(tree, load_file(place / f"{name}.safetensors"))
+            # Clones are aligned as fresh tensors are; sums over a file's bytes in place may differ in the last bit.
+            flat = {key: x.clone() for key, x in load_file(place / f"{name}.safetensors").items()}
+            state[name] = restore(tree, flat)
         return state, restore(written["facts"], {})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         _refuse(place, "what `save` writes", repr(error), error)
@@ -120,6 +123,18 @@ def keep(run: Path, last: int = 2, best: Path | None = None) -> None:
             gone = folder.with_name(f"{folder.name}{_DRAFT}{os.getpid()}")
             folder.rename(gone)
             shutil.rmtree(gone)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """As `optimizer.load_state_dict`, which alone would round what the optimiser keeps in fp32 for 16-bit parameters."""
+    optimizer.load_state_dict(state)
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for name, parameter in zip(names, parameters, strict=True):
+        for key, value in state["state"].get(name, {}).items():
+            kept = optimizer.state[parameter]
+            if isinstance(value, torch.Tensor) and kept[key].dtype != value.dtype:
+                kept[key] = value.to(kept[key].device, copy=True)
 
 
 def random_state() -> dict[str, Any]:

@@ -4,8 +4,8 @@
     optimizer.load_state_dict(restore(structure, tensors))
 
 What JSON has stays as it is: {"lr": 0.1} is {"lr": 0.1}. What it has not is an object with one key that begins with $:
-{"$tensor": name}, {"$tuple": [...]}, {"$dict": [[key, value], ...]} for keys other than texts, {"$float": "nan"}. A tensor
-that occurs several times, such as a tied weight, is stored once.
+{"$tensor": name}, {"$tuple": [...]}, {"$float": "nan"}, and {"$dict": [[key, value], ...]} for keys other than texts. A
+tensor that occurs several times, such as a tied weight, is stored once.
 """
 
 import math
@@ -72,8 +72,8 @@ class _Walk:
             parts = [self.encode(part, (*path, str(index))) for index, part in enumerate(value)]
             return parts if isinstance(value, list) else {"$tuple": parts}
         place = ".".join((self.name, *path))
-        remedy = "Convert it, for example with .item(), .tolist() or str()."
-        bad_type(place, expected="numbers, texts, tensors and nestings of them", got=type(value).__name__, remedy=remedy)
+        expected, remedy = "numbers, texts, tensors and nestings of them", "Convert it, for example with .tolist()."
+        bad_type(place, expected=expected, got=type(value).__name__, remedy=remedy)
 
     def _add(self, x: Tensor, path: tuple[str, ...]) -> str:
         """The name under which a tensor is stored."""
