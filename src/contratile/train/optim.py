@@ -82,8 +82,9 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
         return config.lr * (step + 1) / config.warmup
     if config.schedule == "constant":
         return config.lr
-    done = min(1.0, (step - config.warmup) / max(1, steps - config.warmup))
-    return config.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (config.lr - config.min_lr)
+    length = max(1, steps - config.warmup)
+    done = min(step - config.warmup, length)
+    return config.min_lr + 0.5 * (1 + math.cos(math.pi * done / length)) * (config.lr - config.min_lr)
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
