@@ -42,9 +42,11 @@ def test_families_join_names_and_drawings() -> None:
         Icon("octicons/times-16", "thin cross"),
         Icon("material/home", "house"),
         Icon("simple/xmark", "brand"),
+        Icon("fontawesome/regular/home", "empty house"),
+        Icon("material/home-outline", "thin house"),
         Icon("material/times", "cross"),
     ]
-    assert families(icons) == ["close", "close", "close", "close", "home", "close", "close"]
+    assert families(icons) == [*["close"] * 4, "home", "close", "home", "home", "close"]
 
 
 def write(folder: Path, **drawings: str) -> Path:
@@ -110,11 +112,11 @@ def test_several_processes_at_once(tmp_path: Path) -> None:
     )
     words = [sys.executable, "-c", code, str(folder), str(tmp_path / "cache")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    runs = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(3)]
+    runs = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
     lines = [run.communicate(timeout=120)[0].split() for run in runs]
     assert all(run.returncode == 0 for run in runs)
     assert {line[0] for line in lines} == {"300"} and len({line[2] for line in lines}) == 1
-    assert sorted(int(line[1]) for line in lines) == [0, 0, 300]
+    assert sorted(int(line[1]) for line in lines) == [0, 300]
 
 
 def test_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

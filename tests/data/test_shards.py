@@ -77,8 +77,9 @@ def test_where_they_are_read_from(tmp_path: Path, form: str) -> None:
 
 def test_a_pipe_that_fails_is_broken(tmp_path: Path) -> None:
     name = write_tar(tmp_path / "a.tar", shard_members(range(2)))
-    found = list(read(whole(f"pipe:false::pipe:cat {name}::pipe:cat {name}; exit 3")))
-    assert [type(x) for x in found] == [Broken, Sample, Sample, Sample, Sample, Broken]
+    first, *middle, last = read(whole(f"pipe:false::pipe:cat {name}::pipe:cat {name}; exit 3"))
+    assert isinstance(first, Broken) and isinstance(last, Broken)
+    assert len(middle) >= 2 and all(isinstance(sample, Sample) for sample in middle)
 
 
 # --- layout -------------------------------------------------------------------------------------------------------
@@ -174,21 +175,23 @@ def test_bad_tars_are_broken_and_the_next_is_read(tmp_path: Path) -> None:
     data = good.read_bytes()
     (tmp_path / "1.tar").write_bytes(b"")
     (tmp_path / "2.tar").write_bytes(b"this is no tar" * 100)
-    (tmp_path / "3.tar").write_bytes(data[: len(data) // 2])
-    middle = data.index(b"000000002.png")
+    (tmp_path / "3.tar").write_bytes(data[: data.index(b"000000002.png") + 700])
+    (tmp_path / "7.tar").write_bytes(data[: data.index(b"000000002.png")])
     long = write_tar(tmp_path / "long.tar", shard_members(range(60))).read_bytes()
     damage = long.index(b"000000003.png")
     (tmp_path / "4.tar").write_bytes(long[:damage] + b"\x13" * 512 + long[damage + 512 :])
-    assert 0 < middle < len(data)
     write_tar(tmp_path / "6.tar", shard_members(range(4, 8)))
-    source = whole(f"{tmp_path}/{{0..6}}.tar")
+    source = whole(f"{tmp_path}/{{0..7}}.tar")
     found = list(read(source))
     assert {str(x) for x in found if isinstance(x, Broken)} == {
         f"{i}.tar: shard cannot be read to its end ({kind})"
-        for i, kind in ((1, "ReadError"), (2, "ReadError"), (3, "ReadError"), (4, "EOFError"), (5, "FileNotFoundError"))
+        for i, kind in (
+            *((1, "ReadError"), (2, "ReadError"), (3, "ReadError")),
+            *((4, "EOFError"), (5, "FileNotFoundError"), (7, "EOFError")),
+        )
     }
-    usable = [number(x) for x in found if isinstance(x, Sample) and not x.key.startswith(("3.tar", "4.tar"))]
-    assert usable == list(range(8))
+    usable = [number(x) for x in found if isinstance(x, Sample)]
+    assert usable == [0, 1, 2, 3, 0, 1, 0, 1, 2, 4, 5, 6, 7, 0, 1], "what lies before the damage is used"
 
 
 def test_nothing_is_unpacked_wherever_names_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

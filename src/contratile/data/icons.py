@@ -6,8 +6,8 @@ The names are words, so captions need nothing but their hyphens replaced. Where 
 a word is added that other sets spell out: "logo" for brands, "outline" for Font Awesome's regular style. Sizes in
 names ("alert-16") are left out.
 
-Held out are names, not files: the sets repeat names, and one drawing has several. Icons that share a name or a drawing
-are all in one split, so that a test icon's name was never read in training and its drawing never seen.
+Held out are names, not files: the sets repeat names, and one drawing has several. Icons that share a name, a caption or
+a drawing are all in one split, so that a test icon's name was never read in training and its drawing never seen.
 """
 
 import hashlib
@@ -105,7 +105,7 @@ class Icons:
 
 
 def families(icons: Iterable[Icon]) -> list[str]:
-    """For each icon the first name among all that are connected with it by equal names and equal drawings."""
+    """For each icon the first name among all that are connected with it by equal names, captions and drawings."""
     icons = list(icons)
     parent: dict[str, str] = {}
 
@@ -116,8 +116,9 @@ def families(icons: Iterable[Icon]) -> list[str]:
 
     drawn_as: dict[str, str] = {}
     for icon in icons:
-        a, b = top(icon.name), top(drawn_as.setdefault(icon.drawing, icon.name))
-        parent[max(a, b)] = min(a, b)
+        for other in (icon.caption, drawn_as.setdefault(icon.drawing, icon.name)):
+            a, b = top(icon.name), top(other)
+            parent[max(a, b)] = min(a, b)
     return [top(icon.name) for icon in icons]
 
 
@@ -168,7 +169,7 @@ def draw(svg: str, size: int, key: str) -> "np.ndarray[Any, np.dtype[np.uint8]]"
     """Grey pixels [size, size], black on white; the drawing keeps its proportions and fills the picture one way."""
     sized = re.sub(r"<svg\b", f'<svg width="{size}" height="{size}"', svg, count=1)
     try:
-        png = need("resvg_py", "demo").svg_to_bytes(svg_string=sized)
+        png = need("resvg_py", "demo").svg_to_bytes(svg_string=sized, skip_system_fonts=True)
     except ValueError as error:
         raise Broken(key, f"not an SVG drawing ({error})") from None
     return np.asarray(decode(bytes(png), key).convert("L"))

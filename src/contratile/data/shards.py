@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from glob import glob
 from itertools import count, islice
+from os import SEEK_END
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,8 +82,8 @@ class Shards:
                     key = f"{label}/{group['__key__']}"
                     if in_split(group["__key__"], self._split, self._share):
                         yield Record(key, {name: data for name, data in group.items() if not name.startswith("__")})
-                if stream.read(1):
-                    raise EOFError("entries that cannot be read")
+                if not _ended(stream, url):
+                    raise EOFError
         except Exception as error:  # of the file system, the pipe's command, the compression or the tar format
             yield Broken(label, f"shard cannot be read to its end ({type(error).__name__})")
 
@@ -131,6 +132,21 @@ def _shuffled(records: Iterator[Any], seeds: tuple[int, ...] | None, skip: int) 
             order = range(n) if seeds is None else torch.randperm(n, generator=generator(*seeds, number)).tolist()
             yield from (window[i] for i in order[skip:])
         skip = max(0, skip - len(window))
+
+
+def _ended(stream: Any, url: str) -> bool:
+    """Whether all entries were read; a tar that is damaged in the middle, or cut between two entries, looks complete.
+
+    Only zeros follow the last entry, at least a block of them; an uncompressed file shows that.
+    """
+    rest = False
+    while block := stream.read(1 << 16):  # to its end in any case: a command should not die of a closed pipe
+        rest |= bool(block.strip(b"\0"))
+    if not url.endswith(".tar") or url.startswith("pipe:"):
+        return True
+    with Path(url).open("rb") as file:
+        file.seek(-512, SEEK_END)
+        return not rest and not file.read().strip(b"\0")
 
 
 def _text(data: bytes, key: str) -> str:
