@@ -306,7 +306,8 @@ def test_modules_refuse_unknown_keywords(module: Callable[..., nn.Module]) -> No
 def test_import_is_lazy() -> None:
     optional = (
         "tyro rich matplotlib triton open_clip torchvision sentence_transformers pykeops info_nce inf_cl accelerate "
-        "transformers tokenizers safetensors tensorboard timm PIL psutil"
+        "transformers tokenizers safetensors tensorboard timm PIL psutil "
+        "datasets webdataset resvg_py"
     ).split()
     code = (
         "import sys, torch\n"

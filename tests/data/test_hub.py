@@ -1,5 +1,6 @@
 """Hugging Face datasets, made and saved here: nothing is fetched."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_own_splits_on_disk(saved: Path) -> None:
     train = open_source(DataConfig(data=f"hf:{saved}/both"), "train")
     test = open_source(DataConfig(data=f"hf:{saved}/both"), "test")
+    assert pickle.loads(pickle.dumps(train))[3].right == "number 3"
     assert isinstance(train, HubTable) and isinstance(test, Indexed) and train.kinds == ("image", "text")
     assert len(train) == 40 and [shade(test[i].left) for i in range(len(test))] == list(range(40, 45))
     assert train[3].right == "number 3" and shade(train[3].left) == 3 and train[3].key.endswith("/3")
@@ -47,7 +49,7 @@ def test_own_splits_on_disk(saved: Path) -> None:
 
 
 def test_held_out_where_there_is_no_test_split(saved: Path) -> None:
-    train, test = (open_hub(f"hf:{saved}/one", split, test_share=0.3) for split in ("train", "test"))  # type: ignore[arg-type]
+    train, test = (open_hub(f"hf:{saved}/one", split, test_share=0.3) for split in ("train", "test"))
     assert isinstance(train, HubTable) and isinstance(test, HubTable)
     captions = [{source[i].right for i in range(len(source))} for source in (train, test)]
     assert [set(source.texts()) for source in (train, test)] == captions
@@ -74,6 +76,7 @@ def shades(source: HubStream, **options: Any) -> list[int]:
 def test_streams(saved: Path, parts: int) -> None:
     source = open_hub(f"hf:{saved}/both", "train", streaming=True)
     assert isinstance(source, HubStream) and isinstance(source, Stream)
+    assert shades(pickle.loads(pickle.dumps(source))) == shades(source)
     found = []
     for part in range(parts):
         mine = shades(source, part=part, parts=parts)
@@ -85,7 +88,7 @@ def test_streams(saved: Path, parts: int) -> None:
 
 
 def test_streams_hold_out_too(saved: Path) -> None:
-    sources = [open_hub(f"hf:{saved}/one", split, streaming=True, test_share=0.3) for split in ("train", "test")]  # type: ignore[arg-type]
+    sources = [open_hub(f"hf:{saved}/one", split, streaming=True, test_share=0.3) for split in ("train", "test")]
     train, test = (shades(source) for source in sources if isinstance(source, HubStream))
     assert sorted(sources[1].texts()) == sorted(f"number {n}" for n in test)
     assert sorted(train + test) == list(range(40)) and 4 < len(test) < 20

@@ -119,6 +119,12 @@ def test_several_processes_at_once(tmp_path: Path) -> None:
     assert sorted(int(line[1]) for line in lines) == [0, 300]
 
 
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"cache: expected a folder to write to, got .*/cache .*Name another folder"):
+        Icons("train", folder=write(tmp_path / "icons", home=SQUARE), cache=tmp_path / "file/cache")
+
+
 def test_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(

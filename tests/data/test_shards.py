@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import pickle
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -159,11 +160,12 @@ def test_epochs_and_seeds_differ(tmp_path: Path) -> None:
     first = numbers(source)
     assert first != numbers(source, epoch=1) and first != numbers(source, seed=1) and first != list(range(40))
     assert numbers(source, seed=None) == list(range(40))
+    assert numbers(pickle.loads(pickle.dumps(source))) == first
 
 
 def test_held_out_by_key(tmp_path: Path) -> None:
     names = make(tmp_path, 50, 50)
-    train, test = (numbers(Shards(names, split, test_share=0.2)) for split in ("train", "test"))  # type: ignore[arg-type]
+    train, test = (numbers(Shards(names, split, test_share=0.2)) for split in ("train", "test"))
     assert sorted(train + test) == list(range(100)) and 8 < len(test) < 35
 
 

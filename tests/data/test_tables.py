@@ -1,6 +1,7 @@
 """Tables: formats, columns, encodings, paths, broken rows."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,13 @@ def test_text_pairs_and_familiar_names(tmp_path: Path) -> None:
     assert list(source.texts()) == ["how?", "so"]
     file.write_text("foo,bar\nx.PNG,y\n")
     assert table(file).columns.left == "foo" and table(file).kinds[0] == "image"
+    assert pickle.loads(pickle.dumps(table(file, left_kind="text")))[0].right == "y"
     assert table(file, left_kind="text")[0].left == "x.PNG"
     assert table(file, left="bar")[0][:2] == ("y", "x.PNG")
+    file.write_text("caption,url\ny,https://example.org/x?size=3\n")
+    assert outcomes(table(file)) == [
+        "pairs.csv:2: an address instead of a file (fetch with img2dataset, then use its shards)"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -190,6 +196,6 @@ def test_paths_may_not_leave_a_given_root(tmp_path: Path) -> None:
 def test_all_captions_of_a_picture_are_in_one_split(tmp_path: Path) -> None:
     file = tmp_path / "t.csv"
     file.write_text("path,text\n" + "".join(f"{i // 5}.png,caption {i}\n" for i in range(1000)))
-    train, test = (Table(file, split, test_share=0.2) for split in ("train", "test"))  # type: ignore[arg-type]
+    train, test = (Table(file, split, test_share=0.2) for split in ("train", "test"))
     seen, held = ({row["path"] for _, row in split._rows} for split in (train, test))  # type: ignore[index]
     assert len(train) + len(test) == 1000 and 100 < len(test) < 300 and not seen & held

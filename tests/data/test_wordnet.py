@@ -68,7 +68,7 @@ def test_split_shares_neither_words_nor_definitions(tmp_path: Path) -> None:
     """Words with several senses and senses with several words, at random."""
     lines = [f"{i:08d} 03 n 02 word{i % 70} 0 word{i * 7 % 90} 0 000 | meaning {i % 180}\n" for i in range(200)]
     folder = write(tmp_path, noun="".join(lines))
-    train, test = (WordNet(split, folder=folder, test_share=0.1) for split in ("train", "test"))  # type: ignore[arg-type]
+    train, test = (WordNet(split, folder=folder, test_share=0.1) for split in ("train", "test"))
     for side in ("left", "right"):
         seen, held = ([getattr(pair, side) for pair in split] for split in (train._pairs, test._pairs))
         assert not set(seen) & set(held) and len(set(held)) == len(held)

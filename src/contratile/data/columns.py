@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 LEFTS = (
     *("image", "images", "img", "picture", "photo", "image_path", "img_path", "filepath", "file_path", "path"),
-    *("file_name", "filename", "file", "anchor", "query", "question", "sentence1", "word", "term"),
+    *("file_name", "filename", "file", "url", "anchor", "query", "question", "sentence1", "word", "term"),
 )
 RIGHTS = (
     *("caption", "captions", "text", "title", "description", "positive", "answer", "sentence2", "definition"),
@@ -66,7 +66,7 @@ class Columns:
             if value is None or isinstance(value, int | float | list):
                 raise Broken(key, f"expected a picture or its path, got {type(value).__name__}")
             return decode(value, key)
-        if value.startswith(("http://", "https://")):
+        if _address(value):
             raise Broken(key, "an address instead of a file (fetch with img2dataset, then use its shards)")
         path = self.base / value
         if self.confined and not path.resolve().is_relative_to(self.base.resolve()):
@@ -77,7 +77,6 @@ class Columns:
 
 
 def choose(
-    names: Iterable[str],
     first_row: Mapping[str, Any],
     *,
     what: str,
@@ -88,7 +87,7 @@ def choose(
     confined: bool = False,
 ) -> Columns:
     """The columns asked for, else those with familiar names, else both of two; the kind is seen in the first row."""
-    names = list(names)
+    names = list(first_row)
     for option, asked in (("left", left), ("right", right)):
         if asked and asked not in names:
             near = difflib.get_close_matches(asked, names, 1)
@@ -114,5 +113,9 @@ def _familiar(familiar: Sequence[str], names: list[str], taken: str) -> str:
 
 
 def _kind(value: Any) -> Kind:
-    """Text, unless it is a picture or ends like the name of one."""
-    return "image" if not isinstance(value, str) or value.lower().endswith(SUFFIXES) else "text"
+    """Text, unless it is a picture, or looks like the name or the address of one."""
+    return "image" if not isinstance(value, str) or value.lower().endswith(SUFFIXES) or _address(value) else "text"
+
+
+def _address(value: str) -> bool:
+    return value.startswith(("http://", "https://"))

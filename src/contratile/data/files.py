@@ -6,6 +6,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from contratile.errors import bad_value
+
 
 def cache_folder(given: Path | None = None) -> Path:
     """The folder given, else `contratile` in the user's cache folder."""
@@ -16,7 +18,11 @@ def cache_folder(given: Path | None = None) -> Path:
 def made_once(path: Path, make: Callable[[Path], None]) -> Path:
     """The file, made first if need be: under another name, then renamed; of several processes one makes it."""
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            remedy = "Name another folder (--cache)."
+            bad_value("cache", expected="a folder to write to", got=f"{path.parent} ({error.strerror})", remedy=remedy)
         with FileLock(path.with_name(f".{path.name}.lock")):
             if not path.exists():
                 draft = path.with_name(f".{path.name}.{os.getpid()}.part")

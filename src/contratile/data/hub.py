@@ -92,7 +92,6 @@ def open_hub(
     first = _first(dataset)
     columns = choose(
         first,
-        first,
         what=name,
         left=left,
         right=right,

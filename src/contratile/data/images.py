@@ -67,7 +67,8 @@ def stack(images: Sequence[Image.Image], size: int) -> Tensor:
     """Pixels [n, 3, size, size] as uint8: the shorter side is scaled to `size`, the middle is cut out, as CLIP does."""
     pixels = np.empty((len(images), size, size, 3), dtype=np.uint8)
     for place, image in zip(pixels, images, strict=True):
-        place[:] = np.asarray(_fitted(image, size).convert("RGB"))
+        fitted = _fitted(image, size)
+        place[:] = np.asarray(fitted if fitted.mode == "RGB" else fitted.convert("RGB"))
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
 
 

@@ -45,7 +45,7 @@ class Chunk(NamedTuple):
     right: Any
     """What `prepare` made of the samples: tensors, or dictionaries of them."""
 
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]  # a tuple's own `index` is not missed
     """Their places in an indexed source; -1 in a stream."""
 
     keys: list[str]

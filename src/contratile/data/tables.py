@@ -11,6 +11,7 @@ import codecs
 import csv
 import json
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -39,13 +40,13 @@ class Table:
         self.name = f"{file.name} ({split})"
         if not file.is_file():
             bad_value("table", expected="a CSV, TSV or JSONL file", got=f"nothing at {file}", remedy="Check the path.")
-        rows = list(_json_lines(file) if file.suffix.lower() == ".jsonl" else _csv(file))
-        first = next((row for _, row in rows if not isinstance(row, Broken)), None)
-        if first is None:
-            got = f"{len(rows)} broken ones, first {rows[0][1]}" if rows else "an empty table"
+        rows = _json_lines(file) if file.suffix.lower() == ".jsonl" else _csv(file)
+        head = list(_to_first_usable(rows))
+        first = head[-1][1] if head else None
+        if first is None or isinstance(first, Broken):
+            got = f"{len(head)} broken ones, first {head[0][1]}" if head else "an empty table"
             bad_value(str(file), expected="rows of pairs", got=got, remedy="Look at the file; it has to be UTF-8.")
         self.columns: Columns = choose(
-            first,
             first,
             what=file.name,
             left=left,
@@ -57,7 +58,7 @@ class Table:
         self.kinds = self.columns.kinds
         used = (self.columns.left, self.columns.right)
         self._rows: list[tuple[str, Row | Broken]] = []
-        for key, row in rows:
+        for key, row in chain(head, rows):
             if in_split(key if isinstance(row, Broken) else self.columns.name_of(row), split, test_share):
                 self._rows.append((key, row if isinstance(row, Broken) else {name: row.get(name) for name in used}))
 
@@ -72,6 +73,13 @@ class Table:
 
     def texts(self) -> Iterator[str]:
         return self.columns.texts(row for _, row in self._rows if not isinstance(row, Broken))
+
+
+def _to_first_usable(rows: Iterator[tuple[str, Row | Broken]]) -> Iterator[tuple[str, Row | Broken]]:
+    for key, row in rows:
+        yield key, row
+        if not isinstance(row, Broken):
+            return
 
 
 def _encoding(file: Path) -> str:
