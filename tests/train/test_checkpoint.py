@@ -123,10 +123,12 @@ def tensors(draw: st.DrawFn) -> Tensor:
     shape = draw(st.lists(st.integers(0, 4), max_size=3))
     itemsize = torch.empty(0, dtype=dtype).element_size()
     number = math.prod(shape) * itemsize
-    raw = torch.tensor(draw(st.lists(st.integers(0, 255), min_size=number, max_size=number)), dtype=torch.uint8)
+    values: list[int] = draw(st.lists(st.integers(0, 255), min_size=number, max_size=number))
+    raw = torch.tensor(values, dtype=torch.uint8)
     raw = raw % 2 if dtype == torch.bool else raw  # any bits: NaN with payloads too
     x = raw.view(dtype).reshape(shape) if number else torch.empty(shape, dtype=dtype)
-    return x.transpose(0, -1) if shape and draw(st.booleans()) else x
+    turned: bool = draw(st.booleans())
+    return x.transpose(0, -1) if shape and turned else x
 
 
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
@@ -209,7 +211,7 @@ def test_random_states_are_put_back(tmp_path: Path) -> None:
 def test_damage_is_refused(file: str, harm: str, tmp_path: Path) -> None:
     folder = written(tmp_path)
     path = folder / file
-    content = bytearray(path.read_bytes())
+    content = path.read_bytes()
     if harm == "removed":
         path.unlink()
     else:

@@ -19,6 +19,7 @@ from contratile.train.curves import curve, thinned, ticks
 from contratile.train.preview import preview, thumbnail
 from contratile.train.report import HIT, SheetRow, contact_sheet, fitted, png, wrapped, write_report
 from contratile.train.report import _font as font
+from tests.train import browser
 
 MAGENTA, CYAN = (255, 0, 255), (0, 200, 255)
 HOSTILE = '<script src="https://example.org/x.js">&"\'</script><img src=x onerror=alert(1)>'
@@ -264,7 +265,13 @@ def test_nothing_is_fetched_and_nothing_runs(tmp_path: Path) -> None:
 
 
 def test_a_short_run_has_a_report_too(tmp_path: Path) -> None:
-    for changes in ({"sheet": b""}, {"history": []}, {"history": [{"step": 1, "loss": None}]}, {"final": {}}):
+    short: list[dict[str, Any]] = [
+        {"sheet": b""},
+        {"history": []},
+        {"history": [{"step": 1, "loss": None}]},
+        {"final": {}},
+    ]
+    for changes in short:
         assert "icons" in report(tmp_path, **changes).text
     assert not [tag for tag, _ in report(tmp_path, sheet=b"").elements if tag == "img"]
 
@@ -295,3 +302,23 @@ def test_a_thumbnail_has_two_pixels_in_a_character() -> None:
     assert len(lines) == 8 and all(len(text.plain) == 16 for text in lines)
     styles = [str(text.spans[0].style) for text in lines]
     assert styles[2] == "#ff00ff on #ff00ff" and styles[3] == "#ff00ff on #00c8ff" and styles[4] == "#00c8ff on #00c8ff"
+
+
+# --- a browser ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_browser_shows_the_report(dark: bool, tmp_path: Path) -> None:
+    """Its pictures load, its curves are drawn, and it follows the colours that the reader prefers."""
+    try:
+        browser.chromium()
+    except browser.NoBrowser as error:
+        pytest.skip(str(error))
+    report(tmp_path / "run", sheet=png(contact_sheet([row()])))
+    browser.screenshot(tmp_path / "run" / "report.html", tmp_path / "shot.png", dark=dark)
+    with Image.open(tmp_path / "shot.png") as file:
+        shot = file.convert("RGB")
+    paper, accent = ("#14181d", "#4fd1c5") if dark else ("#ffffff", "#00746b")
+    assert count(shot, paper) > 0.5 * shot.width * shot.height
+    assert count(shot, MAGENTA) == count(contact_sheet([row()]), MAGENTA)
+    assert count(shot, accent) > 5 * 300  # five curves, each some hundred pixels long

@@ -126,7 +126,7 @@ def keep(run: Path, last: int = 2, best: Path | None = None) -> None:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """As `optimizer.load_state_dict`, which alone would round what the optimiser keeps in fp32 for 16-bit parameters."""
+    """As `optimizer.load_state_dict`, which would round what an optimiser keeps in fp32 for 16-bit parameters."""
     optimizer.load_state_dict(state)
     names = [name for group in state["param_groups"] for name in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

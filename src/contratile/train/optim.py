@@ -10,6 +10,7 @@ A rate that depends on nothing but the step needs no state: a resumed run has it
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 import math
 from collections.abc import Iterable
@@ -146,7 +147,7 @@ def _of_torch(name: str, groups: list[dict[str, Any]], **options: Any) -> Optimi
 
 def _of_timm(name: str, groups: list[dict[str, Any]], **options: Any) -> Optimizer:
     try:
-        from timm import optim
+        optim: Any = importlib.import_module("timm.optim")
     except Exception as error:  # also packages that timm imports and that are broken
         raise ValueError(f"timm cannot be imported ({error}); pip install timm, or name one of torch.optim") from error
     _check_known(name, optim.list_optimizers())
