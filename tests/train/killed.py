@@ -10,6 +10,7 @@ import resource
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -43,8 +44,12 @@ def read(run: Path) -> tuple[int, str] | None:
 def fork(work: Callable[[], None]) -> int:
     pid = os.fork()
     if pid == 0:
-        work()
-        os._exit(0)
+        try:
+            work()
+            os._exit(0)
+        finally:
+            traceback.print_exc()
+            os._exit(1)
     return pid
 
 
@@ -73,13 +78,24 @@ def moments(folder: Path) -> None:
             found = read(run)
             assert found in allowed[name], (name, at, found)
             seen.add(found)
+            assert {1, 2} - ({1} if name == "keep" else set()) <= set(whole(run)) | aside(run), (name, at)
             write(run, 9)
-            names = {path.name for path in (run / "checkpoints").iterdir()}
-            assert all(name.removeprefix("step-").isdigit() for name in names), names
-            assert read(run) == (9, "")
+            assert aside(run) == set() and whole(run)[9] == "" and whole(run)[2] in ("old", "again"), (name, at)
             at += 1
         assert seen == allowed[name], (name, seen)
         print(name, at)
+
+
+def whole(run: Path) -> dict[int, str]:
+    """Texts by steps of all that has the name of a checkpoint, which must therefore be one."""
+    named = [path for path in (run / "checkpoints").iterdir() if path.name.removeprefix("step-").isdigit()]
+    facts = [checkpoint.load(path)[1] for path in named]
+    return {fact["step"]: fact["text"] for fact in facts}
+
+
+def aside(run: Path) -> set[int]:
+    """Steps of which something else is there: drafts, and what stepped aside."""
+    return {int(path.name[5:13]) for path in (run / "checkpoints").iterdir() if not path.name[5:].isdigit()}
 
 
 def doomed(work: Callable[[Path], None], run: Path, at: int) -> None:
