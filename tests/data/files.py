@@ -7,8 +7,6 @@ from pathlib import Path
 
 from PIL import Image
 
-from contratile.data.sample import Broken, Sample
-
 
 def picture(shade: int = 0, size: tuple[int, int] = (9, 7)) -> Image.Image:
     return Image.new("RGB", size, (shade % 256, shade // 256 % 256, 77))
@@ -47,13 +45,3 @@ def shard_members(numbers: Iterable[int]) -> list[tuple[str, bytes]]:
             (f"{n:09d}.json", b'{"status": "success"}'),
         )
     ]
-
-
-def reason_of(read: Iterable[Sample]) -> str:
-    """Why the first sample is broken; fails if it is not."""
-    try:
-        sample = next(iter(read))
-    except Broken as error:
-        assert error.key and str(error) == f"{error.key}: {error.reason}"
-        return error.reason
-    raise AssertionError(f"usable: {sample}")

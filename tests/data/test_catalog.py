@@ -1,5 +1,6 @@
 """The catalogue: every form opens its source, every mistake is explained."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,14 @@ def test_forms(name: str, form: str) -> None:
 def test_mistakes(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DataConfig(**options)
+
+
+def test_every_option_and_source_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs/data.md").read_text()
+    for field in fields(DataConfig):
+        assert f"--{field.name.replace('_', '-')}" in page, field.name
+    for name in ("icons", "wordnet", ".csv", ".tsv", ".jsonl", ".parquet", ".tar", "pipe:", "hf:"):
+        assert f"{name}" in page and any(name in entry.form for entry in catalog.SOURCES), name
 
 
 def test_options_reach_the_table(tmp_path: Path) -> None:

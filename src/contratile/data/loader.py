@@ -252,7 +252,7 @@ class Loader:
 
     def _made(self, tasks: Iterator[_Task]) -> Iterator[tuple[_Task, Chunk | None]]:
         """Tasks, each with its chunk, or with None if none of its samples could be used."""
-        waiting = deque[_Task]()
+        waiting, abandoned = deque[_Task](), False
         if self.workers and isinstance(self.source, Stream):
             tasks = _ahead(tasks, 2 * self.workers)
 
@@ -260,8 +260,10 @@ class Loader:
             for task in tasks:
                 waiting.append(task)
                 yield task.items
+                if abandoned:
+                    return
 
-        chunks: DataLoader[Any] = DataLoader(
+        loader: DataLoader[Any] = DataLoader(
             _Maker(self.source, self.prepare),
             sampler=items(),
             batch_size=None,
@@ -270,9 +272,17 @@ class Loader:
             multiprocessing_context="spawn" if self.workers else None,
             generator=torch.Generator(),  # else it would draw from the run's own random numbers
         )
-        for chunk, broken, seen in chunks:
-            self._count(broken, seen)
-            yield waiting.popleft(), chunk
+        made = iter(loader)
+        try:
+            for chunk, broken, seen in made:
+                self._count(broken, seen)
+                yield waiting.popleft(), chunk
+        except GeneratorExit:
+            # Workers finish what they are at: one that ends while it hands over a tensor aborts, and says so.
+            abandoned = True
+            for _ in made:
+                pass
+            raise
 
     def _count(self, broken: list[Broken], seen: int) -> None:
         self.seen += seen
