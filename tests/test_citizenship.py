@@ -304,7 +304,11 @@ def test_modules_refuse_unknown_keywords(module: Callable[..., nn.Module]) -> No
 
 
 def test_import_is_lazy() -> None:
-    optional = "tyro rich matplotlib triton open_clip torchvision sentence_transformers pykeops info_nce inf_cl".split()
+    optional = (
+        "tyro rich matplotlib triton open_clip torchvision sentence_transformers pykeops info_nce inf_cl accelerate "
+        "transformers tokenizers safetensors tensorboard timm PIL psutil "
+        "datasets webdataset resvg_py"
+    ).split()
     code = (
         "import sys, torch\n"
         "before = set(sys.modules)\n"

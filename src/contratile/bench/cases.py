@@ -11,6 +11,7 @@ floats per row besides: both measured, and used only to predict what cannot run.
 
 import contextlib
 import importlib
+import sys
 import io
 import warnings
 from collections.abc import Callable, Iterator
@@ -263,6 +264,8 @@ def cure_torchvision() -> object:
 
     A build that can is left alone. The cache keeps the library, and with it the operators, alive.
     """
+    if sys.modules.get("torchvision", torch) is None:  # the trainer has hidden it
+        del sys.modules["torchvision"]
     try:
         return importlib.import_module("torchvision")
     except ImportError:

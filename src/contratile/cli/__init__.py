@@ -33,6 +33,24 @@ COMMANDS = (
         "contratile doctor --quick",
     ),
     Command(
+        "train",
+        "train a pair of encoders with a contrastive loss at any batch size",
+        "contratile.cli.train:train",
+        "contratile train --data icons --batch 4096 --chunk 256 --out runs/icons",
+    ),
+    Command(
+        "eval",
+        "retrieval and zero-shot metrics of a trained pair",
+        "contratile.cli.train:evaluate",
+        "contratile eval runs/icons",
+    ),
+    Command(
+        "search",
+        "the images of a run that are nearest to a text",
+        "contratile.cli.train:search",
+        'contratile search runs/icons "arrow pointing left"',
+    ),
+    Command(
         "tiles",
         "print how a score matrix is cut into tiles",
         "contratile.cli.tiles:tiles",

@@ -4,9 +4,10 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from contratile.cli.extras import missing
 
 if TYPE_CHECKING:
     from contratile.bench.config import BenchConfig
@@ -48,7 +49,7 @@ def cache(argv: Sequence[str]) -> int:
 
 def _measure(name: str, argv: Sequence[str], default: C, quick: C, run: "Callable[..., Recording[Any]]") -> int:
     """Measure, record, draw, and print the tables."""
-    if _missing(name):
+    if missing(name, EXTRA, "bench"):
         return 1
     import tyro
     from rich.console import Console
@@ -92,7 +93,7 @@ def plot(argv: Sequence[str]) -> int:
     parser.add_argument("results", type=Path, help=written)
     parser.add_argument("--out", type=Path, help="folder for the plots (default: that of the results)")
     options = parser.parse_args(argv)
-    if _missing("bench plot"):
+    if missing("bench plot", EXTRA, "bench"):
         return 1
     from contratile.bench.plots import draw
     from contratile.bench.rows import load
@@ -106,17 +107,3 @@ def plot(argv: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     print("written: " + ", ".join(map(str, draw(recording, folder))))
     return 0
-
-
-def _missing(command: str) -> bool:
-    """Say what to install if the extra is not there."""
-    missing = []
-    for name in EXTRA:
-        try:
-            import_module(name)
-        except ImportError:
-            missing.append(name)
-    if missing:
-        remedy = 'pip install "contratile[bench]"'
-        print(f"contratile {command}: needs {', '.join(missing)}; install with: {remedy}", file=sys.stderr)
-    return bool(missing)

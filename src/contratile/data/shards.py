@@ -1,0 +1,170 @@
+"""Webdataset shards: tar files of pictures and captions as img2dataset writes them, read in sequence.
+
+    Shards("cc12m/{00000..01242}.tar", "train")
+    Shards("pipe:aws s3 cp s3://bucket/{00000..01242}.tar -", "train")
+
+Every epoch has its own order of shards; inside a shard, windows of records are shuffled. A cursor counts shards and the
+records of the present one, so resuming reads at most one shard again. Nothing is ever unpacked to disk: names inside a
+tar are labels. A tar that cannot be read to its end is a broken sample, and reading goes on with the next one.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from glob import glob
+from itertools import count, islice
+from os import SEEK_END
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from contratile.data.images import SUFFIXES, decode
+from contratile.data.sample import Broken, Cursor, Kinds, Sample, Split, generator, in_split, need, usable_text
+from contratile.errors import bad_value
+
+WINDOW = 1024
+"""Records that are shuffled together; so many undecoded pictures are kept in memory."""
+
+CAPTIONS = ("caption", "text")
+"""Fields of a sample's JSON that serve where it has no .txt."""
+
+
+class Record(NamedTuple):
+    """The files of one sample, by what follows the first point of their names."""
+
+    key: str
+    files: dict[str, bytes]
+
+
+class Shards:
+    """The pairs in tar files; a stream.
+
+    `left` and `right` name the files of a pair by their endings ("png;jpg", "txt"), or a field of the JSON file.
+    """
+
+    def __init__(
+        self, names: str, split: Split, *, left: str = "", right: str = "", test_share: float | None = 0.1
+    ) -> None:
+        self.urls = expand(names)
+        self.name = f"{names.rpartition('/')[2]} ({split})"
+        self._lefts = [ending.strip(". ") for ending in left.split(";")] if left else [s[1:] for s in SUFFIXES]
+        self._ending, self._fields = right or "txt", (right,) if right else CAPTIONS
+        self._split, self._share = split, test_share
+        picture = any(f".{ending.lower()}" in SUFFIXES for ending in self._lefts)
+        self.kinds: Kinds = ("image" if picture else "text", "text")
+
+    def records(
+        self, *, seed: int | None, epoch: int, part: int, parts: int, start: Cursor = None
+    ) -> Iterator[tuple[Record | Broken, Cursor]]:
+        n = len(self.urls)
+        order = list(range(n)) if seed is None else torch.randperm(n, generator=generator(seed, epoch)).tolist()
+        # With fewer shards than readers, each reads all of them and takes its share of the records.
+        mine, stride = (order[part::parts], slice(None)) if n >= parts else (order, slice(part, None, parts))
+        first, done = start or (0, 0)
+        for place in range(first, len(mine)):
+            found = islice(self._shard(self.urls[mine[place]]), stride.start, None, stride.step)
+            seeds = None if seed is None else (seed, epoch, mine[place])
+            for record in _shuffled(found, seeds, skip=done):
+                done += 1
+                yield record, [place, done]
+            done = 0
+
+    def _shard(self, url: str) -> Iterator[Record | Broken]:
+        """The records of one tar that belong to the split, and a Broken where it ends before its end."""
+        wds = need("webdataset")
+        label = Path(url).name
+        try:
+            with wds.gopen(url) as stream:
+                files = wds.tariterators.tar_file_expander([{"url": url, "stream": stream}])
+                for group in wds.tariterators.group_by_keys(files):
+                    key = f"{label}/{group['__key__']}"
+                    if in_split(group["__key__"], self._split, self._share):
+                        yield Record(key, {name: data for name, data in group.items() if not name.startswith("__")})
+                if not _ended(stream, url):
+                    raise EOFError
+        except Exception as error:  # of the file system, the pipe's command, the compression or the tar format
+            yield Broken(label, f"shard cannot be read to its end ({type(error).__name__})")
+
+    def sample(self, record: Record | Broken) -> Sample:
+        if isinstance(record, Broken):
+            raise Broken(*record.args)
+        key, files = record
+        left = next((files[ending] for ending in self._lefts if ending in files), None)
+        if left is None:
+            raise Broken(key, f"no file .{' .'.join(self._lefts)} in the sample")
+        right = self._caption(record)
+        return Sample(decode(left, key) if self.kinds[0] == "image" else _text(left, key), right, key)
+
+    def texts(self) -> Iterator[str]:
+        for url in self.urls:
+            for record in self._shard(url):
+                with suppress(Broken):
+                    if isinstance(record, Record):
+                        yield self._caption(record)
+                        if self.kinds[0] == "text":
+                            yield str(self.sample(record).left)
+
+    def _caption(self, record: Record) -> str:
+        key, files = record
+        if self._ending in files:
+            return _text(files[self._ending], key)
+        if "json" in files:
+            try:
+                facts = json.loads(files["json"])
+                found = next((facts[name] for name in self._fields if name in facts), None)
+            except (ValueError, TypeError, RecursionError):
+                raise Broken(key, "damaged JSON") from None
+            if found is not None:
+                return usable_text(found, key)
+        raise Broken(key, f"no caption: neither .{self._ending} nor {' or '.join(self._fields)} in .json")
+
+
+def _shuffled(records: Iterator[Any], seeds: tuple[int, ...] | None, skip: int) -> Iterator[Any]:
+    """Windows of records in random order, from the one after `skip` on."""
+    for number in count():
+        window = list(islice(records, WINDOW))
+        if not window:
+            return
+        if skip < len(window):
+            n = len(window)
+            order = range(n) if seeds is None else torch.randperm(n, generator=generator(*seeds, number)).tolist()
+            yield from (window[i] for i in order[skip:])
+        skip = max(0, skip - len(window))
+
+
+def _ended(stream: Any, url: str) -> bool:
+    """Whether all entries were read; a tar that is damaged in the middle, or cut between two entries, looks complete.
+
+    Only zeros follow the last entry, at least a block of them; an uncompressed file shows that.
+    """
+    rest = False
+    while block := stream.read(1 << 16):  # to its end in any case: a command should not die of a closed pipe
+        rest |= bool(block.strip(b"\0"))
+    if not url.endswith(".tar") or url.startswith("pipe:"):
+        return True
+    with Path(url).open("rb") as file:
+        file.seek(-512, SEEK_END)
+        return not rest and not file.read().strip(b"\0")
+
+
+def _text(data: bytes, key: str) -> str:
+    return usable_text(data.decode("utf-8", "surrogateescape"), key)
+
+
+def is_shards(name: str) -> bool:
+    return name.startswith("pipe:") or re.search(r"\.(tar|tgz|tar\.\w+)$", name) is not None
+
+
+def expand(names: str) -> list[str]:
+    """Shard names: several patterns are separated by `::`, braces give ranges, `*` what is there."""
+    braces = need("braceexpand").braceexpand
+    urls = [url for pattern in names.split("::") for url in braces(pattern)]
+    local = [url for url in urls if not re.match(r"\w+:", url)]
+    found = {url: sorted(glob(url)) if "*" in url else [url] * Path(url).is_file() for url in local}  # noqa: PTH207
+    if local and not any(found.values()):
+        remedy = "Check the path and the range, such as shards/{00000..00099}.tar."
+        bad_value("shards", expected="tar files", got=f"none of {len(local)}, first {local[0]!r}", remedy=remedy)
+    # One that is missing among others is kept: it is reported as a broken sample when its turn comes.
+    return [each for url in urls for each in (found.get(url) or [url])]

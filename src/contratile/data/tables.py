@@ -1,0 +1,127 @@
+"""Tables of pairs: CSV, TSV and JSON lines. (Parquet is read by `hub`.)
+
+    Table(Path("pairs.csv"), "train")[0]      # columns image and caption, pictures relative to pairs.csv
+
+A line that cannot be read (too few fields, damaged JSON, another encoding) is a broken sample; a table that cannot be
+read at all (no such column, no rows) is an error at once. All rows are kept in memory: tens of millions of pairs want
+Parquet or shards.
+"""
+
+import codecs
+import csv
+import json
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from contratile.data.columns import Columns, LeftKind, choose
+from contratile.data.sample import Broken, Sample, Split, in_split
+from contratile.errors import bad_value
+
+Row: TypeAlias = dict[str, Any]
+SUFFIXES = (".csv", ".tsv", ".jsonl")
+
+
+class Table:
+    """The pairs of one split of a table; indexed. With `root`, pictures are looked for there and nowhere else."""
+
+    def __init__(
+        self,
+        file: Path,
+        split: Split,
+        *,
+        left: str = "",
+        right: str = "",
+        left_kind: LeftKind = "auto",
+        root: Path | None = None,
+        test_share: float | None = 0.1,
+    ) -> None:
+        self.name = f"{file.name} ({split})"
+        if not file.is_file():
+            bad_value("table", expected="a CSV, TSV or JSONL file", got=f"nothing at {file}", remedy="Check the path.")
+        rows = _json_lines(file) if file.suffix.lower() == ".jsonl" else _csv(file)
+        head = list(_to_first_usable(rows))
+        first = head[-1][1] if head else None
+        if first is None or isinstance(first, Broken):
+            got = f"{len(head)} broken ones, first {head[0][1]}" if head else "an empty table"
+            bad_value(str(file), expected="rows of pairs", got=got, remedy="Look at the file; it has to be UTF-8.")
+        self.columns: Columns = choose(
+            first,
+            what=file.name,
+            left=left,
+            right=right,
+            left_kind=left_kind,
+            base=root if root is not None else file.parent,
+            confined=root is not None,
+        )
+        self.kinds = self.columns.kinds
+        used = (self.columns.left, self.columns.right)
+        self._rows: list[tuple[str, Row | Broken]] = []
+        for key, row in chain(head, rows):
+            if in_split(key if isinstance(row, Broken) else self.columns.name_of(row), split, test_share):
+                self._rows.append((key, row if isinstance(row, Broken) else {name: row.get(name) for name in used}))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Sample:
+        key, row = self._rows[index]
+        if isinstance(row, Broken):
+            raise Broken(*row.args)
+        return self.columns.sample(row, key)
+
+    def texts(self) -> Iterator[str]:
+        return self.columns.texts(row for _, row in self._rows if not isinstance(row, Broken))
+
+
+def _to_first_usable(rows: Iterator[tuple[str, Row | Broken]]) -> Iterator[tuple[str, Row | Broken]]:
+    for key, row in rows:
+        yield key, row
+        if not isinstance(row, Broken):
+            return
+
+
+def _encoding(file: Path) -> str:
+    """As the byte-order mark says, else UTF-8."""
+    with file.open("rb") as opened:
+        mark = opened.read(2)
+    return "utf-16" if mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
+
+
+def _csv(file: Path) -> Iterator[tuple[str, Row | Broken]]:
+    """Keys and rows. Bytes that are not UTF-8 come through as surrogates, which `usable_text` refuses."""
+    with file.open(encoding=_encoding(file), errors="surrogateescape", newline="") as lines:
+        head = lines.readline()
+        lines.seek(0)
+        # Many a .csv is separated by tabs or semicolons; the head tells.
+        separator = "\t" if file.suffix.lower() == ".tsv" else max(",\t;", key=head.count)
+        rows = csv.reader(lines, delimiter=separator)
+        names = next(rows, [])
+        while True:
+            key = f"{file.name}:{rows.line_num + 1}"
+            try:
+                row = next(rows, None)
+            except csv.Error as error:
+                yield key, Broken(key, f"line cannot be read ({error})")
+                continue
+            if row is None:
+                return
+            if len(row) == len(names):
+                yield key, dict(zip(names, row, strict=True))
+            elif row:
+                yield key, Broken(key, f"expected {len(names)} fields, got {len(row)}")
+
+
+def _json_lines(file: Path) -> Iterator[tuple[str, Row | Broken]]:
+    with file.open(encoding=_encoding(file), errors="surrogateescape") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            key = f"{file.name}:{number}"
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                yield key, Broken(key, "line is not JSON")
+                continue
+            yield key, row if isinstance(row, dict) else Broken(key, "line is not a JSON object")

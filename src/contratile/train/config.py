@@ -1,0 +1,202 @@
+"""The options of a training run: keyword-only, checked, saved with the run as TOML.
+
+    config = TrainConfig(run=RunConfig(batch=4096), data=DataConfig(data="icons"))
+    load_config(Path("recipes/icons.toml"))
+
+On the command line every field is an option of its own name; in a recipe it stands under its section.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from contratile.data.catalog import DataConfig
+from contratile.errors import bad_value, check_choice, check_count
+from contratile.train.optim import OptimConfig
+from contratile.train.towers import TowerConfig
+
+LossName = Literal["clip", "infonce", "siglip", "ntxent", "supcon"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """The loss."""
+
+    loss: LossName = "clip"
+    """clip: both directions; infonce: left to right; siglip; ntxent: both sides as views; supcon: equal texts are one class."""
+
+    dedup: bool = True
+    """Pairs of equal text are no negatives of each other (clip, infonce)."""
+
+    margin: float | None = None
+    """Drop negatives more similar than the positive less this margin (clip, infonce)."""
+
+    label_smoothing: float = 0.0
+    """Share of the target that is spread over all keys (clip, infonce)."""
+
+    backend: Literal["auto", "torch", "triton", "dense"] = "auto"
+    """How the loss is computed; dense, which needs memory for all scores, is there to compare with."""
+
+    cache_mib: int = 0
+    """Memory for keeping score tiles from forward to backward: faster, same results."""
+
+    max_scale: float = 100.0
+    """The learned scale is clamped to it after every step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The run."""
+
+    out: Path = Path("runs/latest")
+    """Folder of the run: configuration, metrics, checkpoints, report."""
+
+    batch: int = 4096
+    """Pairs in a step, over all processes."""
+
+    chunk: int = 256
+    """Pairs that go through the encoders at once: what their activations are held for."""
+
+    steps: int = 0
+    """Steps of the run; 0: as the epochs say."""
+
+    epochs: float = 10.0
+    """Passes over the data, if steps are not given."""
+
+    seed: int = 0
+    """Of the weights, the order of the data and everything random."""
+
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Of the encoders; the loss accumulates in fp32."""
+
+    offload: Literal["none", "host", "disk"] = "none"
+    """Where a batch's inputs wait between the two passes through the encoders."""
+
+    eval_every: int = 0
+    """Steps between evaluations on held-out data; 0: ten in a run. There is one at the end in any case."""
+
+    save_every: int = 0
+    """Steps between checkpoints; 0: ten in a run."""
+
+    keep: int = 2
+    """Checkpoints that are kept, beside the best."""
+
+    resume: str = "auto"
+    """auto: continue the run in `out` if there is one; never: refuse to touch it; or the folder of a checkpoint."""
+
+    log_every: int = 1
+    """Steps between lines of metrics.jsonl."""
+
+    tensorboard: bool = True
+    """Write TensorBoard's files too, if the package is there."""
+
+    cpu: bool = False
+    """Use the CPU even if there is an accelerator."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Train a pair of encoders with a contrastive loss at any batch size."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    towers: TowerConfig = field(default_factory=TowerConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+
+    def __post_init__(self) -> None:
+        run, loss = self.run, self.loss
+        for name in ("batch", "chunk", "keep", "log_every"):
+            check_count(name, getattr(run, name), least=1)
+        for name in ("steps", "eval_every", "save_every"):
+            check_count(name, getattr(run, name), least=0)
+        if run.steps == 0 and not run.epochs > 0:
+            bad_value("epochs", expected="a positive number", got=run.epochs, remedy="Or pass --steps.")
+        if loss.loss not in ("clip", "infonce"):
+            for name in ("margin", "label_smoothing"):
+                if getattr(loss, name):
+                    remedy = "Drop it, or use --loss clip or infonce."
+                    bad_value(name, expected=f"none with --loss {loss.loss}", got=getattr(loss, name), remedy=remedy)
+
+
+SECTIONS = ("run", "data", "towers", "loss", "optim")
+
+
+def load_config(path: Path, default: TrainConfig | None = None) -> TrainConfig:
+    """A recipe: sections and fields of `TrainConfig` in TOML, on top of `default`."""
+    try:
+        import tomllib
+    except ImportError:  # Python 3.10
+        import tomli as tomllib
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        bad_value("config", expected="a TOML file", got=path, remedy=str(error))
+    try:
+        given = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        bad_value("config", expected="TOML", got=path, remedy=f"{error}.")
+    return from_dict(given, default or TrainConfig(), where=str(path))
+
+
+def from_dict(given: Mapping[str, Any], default: TrainConfig, *, where: str) -> TrainConfig:
+    """The default with some fields replaced; unknown names are refused with the nearest known one."""
+    parts = {}
+    for section, values in given.items():
+        _known(section, SECTIONS, where)
+        if not isinstance(values, Mapping):
+            bad_value(f"{where}: {section}", expected="a section", got=repr(values), remedy=f"Write [{section}].")
+        part = getattr(default, section)
+        hints = get_type_hints(type(part))
+        changes = {}
+        for name, value in values.items():
+            _known(name, tuple(f.name for f in fields(part)), f"{where} [{section}]")
+            changes[name] = _convert(name, value, hints[name])
+        parts[section] = replace(part, **changes)
+    return replace(default, **parts)
+
+
+def _known(name: str, known: tuple[str, ...], where: str) -> None:
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        remedy = f"Did you mean {near[0]}?" if near else "Drop it."
+        bad_value(where, expected=f"one of {', '.join(known)}", got=repr(name), remedy=remedy)
+
+
+def _convert(name: str, value: Any, hint: Any) -> Any:
+    """A value of TOML as a field wants it."""
+    if get_origin(hint) is Literal:
+        check_choice(name, value, get_args(hint))
+    if "Path" in str(hint) and isinstance(value, str):
+        return Path(value)
+    if isinstance(value, list):
+        return tuple(value)
+    return float(value) if hint is float and isinstance(value, int) else value
+
+
+def to_dict(config: TrainConfig) -> dict[str, dict[str, Any]]:
+    """Plain values by section; what is None is left out, as TOML has no word for it."""
+    sections = {}
+    for section in SECTIONS:
+        part = getattr(config, section)
+        values = {f.name: getattr(part, f.name) for f in fields(part)}
+        sections[section] = {k: str(v) if isinstance(v, Path) else v for k, v in values.items() if v is not None}
+    return sections
+
+
+def to_toml(config: TrainConfig) -> str:
+    """A recipe that gives this config again."""
+    lines = []
+    for section, values in to_dict(config).items():
+        lines += [f"[{section}]", *(f"{name} = {_toml(value)}" for name, value in values.items()), ""]
+    return "\n".join(lines)
+
+
+def _toml(value: Any) -> str:
+    # JSON's strings, numbers, booleans and lists are TOML too.
+    return json.dumps(list(value) if isinstance(value, tuple) else value)

@@ -1,0 +1,142 @@
+"""What a pair of towers is worth: features of a source, retrieval metrics, the nearest images of a text.
+
+    found = encode(towers, source, chunk=256)
+    retrieval(found)                       # R@k, ranks, both directions
+    zero_shot(towers, found, names, templates)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from contratile.data.loader import Loader
+from contratile.data.sample import Source
+from contratile.errors import bad_value
+from contratile.metrics import retrieval_metrics, zero_shot_metrics
+from contratile.train.towers import Tower, Towers
+
+TEMPLATES = ("{}", "a photo of a {}.", "a picture of {}.")
+KS = (1, 5, 10)
+
+
+class Encoded(NamedTuple):
+    """The features of a source, in its order, and the texts and names beside them."""
+
+    left: Tensor  # [N, D] on the CPU
+    right: Tensor
+    index: Tensor  # [N] places in the source; -1 in a stream
+    keys: list[str]
+    texts: list[str]
+
+
+@torch.no_grad()
+def encode(
+    towers: Towers, source: Source, *, chunk: int, limit: int = 0, notify: Callable[[int], object] = lambda done: None
+) -> Encoded:
+    """Both sides of every sample, or of the first `limit`, in evaluation mode."""
+    prepare = towers.left.prepare, towers.right.prepare
+    was_training = towers.training
+    towers.eval()
+    device = towers.log_scale.device
+    left, right, index, keys, texts = [], [], [], [], []
+    try:
+        for part in Loader.ordered(source, prepare, chunk=chunk, limit=limit):
+            left.append(towers.left(to_device(part.left, device)).float().cpu())
+            right.append(towers.right(to_device(part.right, device)).float().cpu())
+            index.append(part.index)
+            keys += part.keys
+            texts += part.texts
+            notify(len(keys))
+    finally:
+        towers.train(was_training)
+    if not keys:
+        bad_value("data", expected="samples to evaluate on", got="none", remedy="Every one of them was broken.")
+    return Encoded(torch.cat(left), torch.cat(right), torch.cat(index), keys, texts)
+
+
+def retrieval(found: Encoded, ks: Sequence[int] = KS) -> dict[str, float]:
+    """How texts find their own sample and the other way round."""
+    return retrieval_metrics(found.left, found.right, ks)
+
+
+def chance(n: int, ks: Sequence[int] = KS) -> dict[str, float]:
+    """What guessing would reach among n."""
+    return {f"{way}_R@{k}": min(1.0, k / n) for way in ("image_to_text", "text_to_image") for k in ks}
+
+
+@torch.no_grad()
+def class_features(tower: Tower, names: Sequence[str], templates: Sequence[str] = TEMPLATES) -> Tensor:
+    """One feature per class: the mean over prompts, of unit length."""
+    device = next(tower.parameters()).device
+    features = []
+    for name in names:
+        prompts = tower(to_device(tower.prepare([template.format(name) for template in templates]), device))
+        features.append(torch.nn.functional.normalize(prompts.float().mean(0), dim=0))
+    return torch.stack(features).cpu()
+
+
+def zero_shot(
+    towers: Towers, found: Encoded, names: Sequence[str], templates: Sequence[str] = TEMPLATES
+) -> dict[str, float]:
+    """Classification by the nearest class name; a sample's class is its text."""
+    place = {name: index for index, name in enumerate(names)}
+    known = [index for index, text in enumerate(found.texts) if text in place]
+    if not known:
+        remedy = "The texts of the data must be among the class names."
+        bad_value("classes", expected="names that occur", got=f"{len(names)} names, none found", remedy=remedy)
+    targets = torch.tensor([place[found.texts[index]] for index in known])
+    return zero_shot_metrics(found.left[known], class_features(towers.right, names, templates), targets)
+
+
+def to_device(inputs: Any, device: torch.device) -> Any:
+    """Tensors in a dict, a tuple, or by themselves."""
+    if isinstance(inputs, Tensor):
+        return inputs.to(device, non_blocking=True)
+    if isinstance(inputs, dict):
+        return {name: to_device(x, device) for name, x in inputs.items()}
+    if isinstance(inputs, tuple | list):
+        return type(inputs)(to_device(x, device) for x in inputs)
+    return inputs
+
+
+# --- the gallery of a run: what `contratile search` looks in -------------------------------------------------------
+
+GALLERY = "gallery"
+
+
+class Gallery(NamedTuple):
+    """The held-out left side of a run."""
+
+    left: Tensor  # [N, D]
+    index: Tensor  # [N]
+    keys: list[str]
+    texts: list[str]
+
+
+def save_gallery(found: Encoded, folder: Path) -> None:
+    """Features in 16 bit, with names and texts."""
+    from safetensors.torch import save_file
+
+    partial = folder / f"{GALLERY}.partial"
+    save_file({"left": found.left.half().contiguous(), "index": found.index.contiguous()}, partial)
+    partial.replace(folder / f"{GALLERY}.safetensors")
+    partial.write_text(json.dumps({"keys": found.keys, "texts": found.texts}), encoding="utf-8")
+    partial.replace(folder / f"{GALLERY}.json")
+
+
+def load_gallery(folder: Path) -> Gallery:
+    from safetensors.torch import load_file
+
+    path = folder / f"{GALLERY}.safetensors"
+    if not path.exists():
+        remedy = "Finish a run of `contratile train` there first."
+        bad_value("run", expected=f"a folder with {path.name}", got=folder, remedy=remedy)
+    names = json.loads((folder / f"{GALLERY}.json").read_text(encoding="utf-8"))
+    tensors = load_file(path)
+    return Gallery(tensors["left"].float(), tensors["index"], names["keys"], names["texts"])

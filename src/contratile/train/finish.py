@@ -1,0 +1,118 @@
+"""The end of a run: its gallery, a contact sheet, the report; and what a finished run can be asked.
+
+    finish(run, config, source, encoded, metrics)       # writes gallery, contact_sheet.png, report.html
+    towers, config = load_run(run)                      # the best checkpoint's weights
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from contratile.data.sample import Indexed, Source
+from contratile.errors import bad_value
+from contratile.metrics import nearest
+from contratile.train import checkpoint
+from contratile.train.config import TrainConfig, load_config, to_dict
+from contratile.train.evaluate import Encoded, chance, save_gallery
+from contratile.train.report import SheetRow, contact_sheet, png, write_report
+from contratile.train.towers import Towers, build_towers
+from contratile.train.track import DENSE_MATRICES, history, size
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+CONFIG = "config.toml"
+ROWS, COLUMNS = 8, 8
+"""Of the contact sheet."""
+
+
+class Written(NamedTuple):
+    """The files of a finished run."""
+
+    report: Path
+    sheet: Path | None
+
+
+def finish(
+    run: Path, config: TrainConfig, source: Source, encoded: Encoded, metrics: dict[str, float], workspace: int
+) -> Written:
+    """Write what is looked at after a run. `workspace` are the bytes that the loss needed beyond features."""
+    save_gallery(encoded, run)
+    sheet = held_out_sheet(source, encoded)
+    path = None
+    if sheet is not None:
+        path = run / "contact_sheet.png"
+        partial = path.with_suffix(".partial")
+        partial.write_bytes(sheet)
+        partial.replace(path)
+    n = config.run.batch
+    notes = [
+        f"{len(encoded.keys):,} held-out pairs of {source.name}; none of their texts was seen in training."
+        if source.name.startswith("icons")
+        else f"{len(encoded.keys):,} held-out pairs of {source.name}.",
+        f"Every step compared {n:,} pairs with each other. The loss did it in a workspace of {size(workspace)}; a dense "
+        f"loss would have taken {size(DENSE_MATRICES * 4 * n * n)}.",
+    ]
+    report = write_report(
+        run,
+        title=f"{config.towers.towers} on {config.data.data}",
+        config=to_dict(config),
+        history=history(run),
+        final=metrics,
+        chance=chance(len(encoded.keys)),
+        sheet=sheet or b"",
+        notes=notes,
+    )
+    return Written(report, path)
+
+
+def held_out_sheet(source: Source, encoded: Encoded) -> bytes | None:
+    """A few held-out texts, spread over the data, with their nearest images. None where there are no images to show."""
+    if source.kinds[0] != "image" or not isinstance(source, Indexed):
+        return None
+    texts = list(dict.fromkeys(encoded.texts))
+    asked = texts[:: max(1, len(texts) // ROWS)][:ROWS]
+    first = torch.tensor([encoded.texts.index(text) for text in asked])
+    rows = found_rows(source, asked, encoded.right[first], encoded.left, encoded.index, encoded.texts)
+    return png(contact_sheet(rows, columns=COLUMNS))
+
+
+def found_rows(
+    source: Source, queries: Sequence[str], features: Tensor, gallery: Tensor, index: Tensor, texts: Sequence[str], k: int = COLUMNS
+) -> list[SheetRow]:
+    """The k nearest of each query, with their images where the source has them."""
+    scores, places = nearest(features, gallery, k)
+    rows = []
+    for query, row, found in zip(queries, scores.tolist(), places.tolist(), strict=True):
+        captions = [texts[place] for place in found]
+        images = [picture(source, int(index[place])) for place in found]
+        rows.append(SheetRow(query, images, captions, [text == query for text in captions], row))
+    return rows
+
+
+def picture(source: Source, index: int) -> Image:
+    assert isinstance(source, Indexed)
+    image = source[index].left
+    assert not isinstance(image, str)
+    return image
+
+
+def load_run(run: Path) -> tuple[Towers, TrainConfig]:
+    """The towers of a run with the weights of its best checkpoint, or of its latest, and its configuration."""
+    if not (run / CONFIG).exists():
+        remedy = "Give the folder that `contratile train --out` wrote."
+        bad_value("run", expected=f"a folder with {CONFIG}", got=run, remedy=remedy)
+    config = load_config(run / CONFIG)
+    best = run / "best"
+    folder = best if best.exists() else checkpoint.latest(run)
+    if folder is None:
+        bad_value("run", expected="a checkpoint", got=run, remedy="The run was stopped before its first one.")
+    towers = build_towers(config.towers, folder=run, bias=config.loss.loss == "siglip")
+    state, _ = checkpoint.load(folder.resolve())
+    towers.load_state_dict(state["model"])
+    return towers.eval(), config

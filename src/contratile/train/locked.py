@@ -1,0 +1,83 @@
+"""Outputs of a locked backbone, computed once over a source and kept for all epochs.
+
+    table = kept_outputs(tower, source, "left", run, chunk=256, main=True, wait=barrier)
+    table[chunk.index]                # what the backbone would give for a chunk
+
+They are a file of the run, so a run that goes on does not compute them again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from contratile.data.loader import Loader
+from contratile.data.sample import Indexed, Source
+from contratile.train.evaluate import to_device
+from contratile.train.towers import Tower
+
+
+def kept_outputs(
+    tower: Tower,
+    source: Source,
+    side: str,
+    run: Path,
+    *,
+    chunk: int,
+    main: bool,
+    wait: Callable[[], object],
+    notify: Callable[[str], object] = lambda text: None,
+) -> Tensor | None:
+    """[samples, width] on the CPU. None for a stream, whose samples have no number: they are encoded every time."""
+    if not isinstance(source, Indexed):
+        return None
+    path = run / f"kept-{side}.safetensors"
+    same = json.dumps({"source": source.name, "length": len(source), "width": tower.width})
+    if main and not _fits(path, same):
+        _write(path, _encode(tower, source, side, chunk, notify), same)
+    wait()
+    from safetensors.torch import load_file
+
+    return load_file(path)["outputs"]
+
+
+@torch.no_grad()
+def _encode(tower: Tower, source: Indexed, side: str, chunk: int, notify: Callable[[str], object]) -> Tensor:
+    device = next(tower.parameters()).device
+    outputs: Tensor | None = None
+    prepare = (tower.prepare, _nothing) if side == "left" else (_nothing, tower.prepare)
+    for part in Loader.ordered(source, prepare, chunk=chunk):
+        inputs = part.left if side == "left" else part.right
+        found = tower.backbone(to_device(inputs, device)).float().cpu()
+        if outputs is None:
+            outputs = found.new_zeros(len(source), found.shape[1])
+        outputs[part.index] = found
+        notify(f"{side} features: {int(part.index[-1]) + 1} of {len(source)}")
+    assert outputs is not None, "a source without samples was refused before"
+    return outputs
+
+
+def _nothing(samples: list[object]) -> None:
+    return None
+
+
+def _fits(path: Path, same: str) -> bool:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return bool((file.metadata() or {}).get("of") == same)
+    except (OSError, SafetensorError):
+        return False
+
+
+def _write(path: Path, outputs: Tensor, same: str) -> None:
+    from safetensors.torch import save_file
+
+    partial = path.with_suffix(".partial")
+    save_file({"outputs": outputs}, partial, metadata={"of": same})
+    partial.replace(path)

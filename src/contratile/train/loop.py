@@ -1,0 +1,321 @@
+"""The training loop.
+
+    outcome = Trainer(TrainConfig()).run()
+
+A step reads: take a global batch, run it through the encoders chunk by chunk (`GradCache`), over the ranks (the loss's
+ring), clip, step, clamp the scale. One process or many run the same loop. Everything that decides the next step is in
+the checkpoint, so a run that was killed goes on as if it had not been.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from contratile.data.catalog import open_source
+from contratile.data.loader import Batch, Loader
+from contratile.data.sample import Source
+from contratile.errors import bad_value
+from contratile.grad_cache import GradCache
+from contratile.train import checkpoint
+from contratile.train.config import TrainConfig, to_dict
+from contratile.train.evaluate import Encoded, encode, retrieval, to_device
+from contratile.train.locked import kept_outputs
+from contratile.train.objective import Objective
+from contratile.train.optim import clamp_scale, learning_rate, make_optimizer
+from contratile.train.towers import Finish, Tower, Towers, build_towers, save_recipe
+from contratile.train.track import Tracker
+
+SIDES = ("left", "right")
+BEST = "text_to_image_R@10"
+"""The metric whose best checkpoint is kept."""
+
+
+class Outcome(NamedTuple):
+    """How a run ended."""
+
+    step: int
+    finished: bool
+    """False: a signal stopped it, after a checkpoint."""
+
+    metrics: dict[str, float]
+    encoded: Encoded | None
+    """The held-out data at the end, on the main process."""
+
+
+class Trainer:
+    """The parts of a run, built once; `run` is the loop."""
+
+    def __init__(self, config: TrainConfig, notify: Callable[[str], object] = lambda text: None) -> None:
+        """`notify` is told what goes on before the first step."""
+        from accelerate import Accelerator
+        from accelerate.utils import set_seed
+
+        run = config.run
+        self.config = config
+        self.accelerator = Accelerator(mixed_precision="no" if run.precision == "fp32" else run.precision, cpu=run.cpu)
+        self.main = bool(self.accelerator.is_main_process)
+        set_seed(run.seed)
+        self.source, self.held_out = open_source(config.data, "train"), open_source(config.data, "test")
+        if self.main:
+            run.out.mkdir(parents=True, exist_ok=True)
+        self.accelerator.wait_for_everyone()
+        self.resumed = find_checkpoint(run.resume, run.out)
+
+        # A tokenizer is trained once, by one process, and read by the others.
+        for main_first in (True, False):
+            if self.main == main_first:
+                known = run.out if self.resumed or not self.main else None
+                bias = config.loss.loss == "siglip"
+                self.towers = build_towers(config.towers, texts=texts_of(self.source), folder=known, bias=bias)
+                if self.main:
+                    save_recipe(self.towers, run.out)
+            self.accelerator.wait_for_everyone()
+        check_kinds(self.source, self.towers.kinds)
+        self.towers.to(self.accelerator.device).train()
+
+        self.loader = Loader(
+            self.source,
+            (self.towers.left.prepare, self.towers.right.prepare),
+            batch=run.batch,
+            chunk=run.chunk,
+            seed=run.seed,
+            rank=self.accelerator.process_index,
+            world=self.accelerator.num_processes,
+            workers=config.data.workers,
+            broken_limit=config.data.broken_limit,
+        )
+        self.steps = run.steps or self._steps_of(run.epochs)
+        wait = self.accelerator.wait_for_everyone
+        kept = {
+            side: kept_outputs(tower, self.source, side, run.out, chunk=run.chunk, main=self.main, wait=wait, notify=notify)
+            for side, tower in (("left", self.towers.left), ("right", self.towers.right))
+            if tower.locked
+        }
+        self.kept = {side: outputs for side, outputs in kept.items() if outputs is not None}
+        self.optimizer = self.accelerator.prepare_optimizer(make_optimizer(self.towers, config.optim))
+        self.objective = Objective(config.loss)
+        self.cache = GradCache(self._encoders(), self.objective, chunk_size=run.chunk, offload=run.offload)
+        self.step, self.best = 0, -math.inf
+        if self.resumed is not None:
+            self._restore(self.resumed)
+
+    def run(self) -> Outcome:
+        """Train to the end, or to a signal."""
+        run = self.config.run
+        evaluate_at, save_at = (every or max(1, self.steps // 10) for every in (run.eval_every, run.save_every))
+        metrics: dict[str, float] = {}
+        encoded: Encoded | None = None
+        with Tracker(self.config, steps=self.steps, step=self.step, main=self.main) as tracker, signals() as received:
+            for batch in self.loader:
+                if self.step >= self.steps or self._agree(bool(received)):
+                    break
+                began = time.perf_counter()
+                facts = self.train_step(batch)
+                self.step += 1
+                facts["seconds"] = time.perf_counter() - began
+                tracker.step(self.step, facts, broken=self.loader.broken)
+                last, better = self.step == self.steps, False
+                if self.step % evaluate_at == 0 or last:
+                    metrics, encoded = self.evaluate()
+                    tracker.evaluation(self.step, metrics)
+                    better = metrics[BEST] > self.best
+                    self.best = max(self.best, metrics[BEST])
+                if self.step % save_at == 0 or last or better:
+                    self.save(best=better)
+            if self.step < self.steps:
+                self.save()
+        return Outcome(self.step, self.step >= self.steps, metrics, encoded)
+
+    def train_step(self, batch: Batch) -> dict[str, float]:
+        """One global batch."""
+        optim, towers = self.config.optim, self.towers
+        rate = learning_rate(optim, self.step, self.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad()
+        learned = {"scale": towers.log_scale.exp()}
+        if towers.bias is not None:
+            learned["bias"] = towers.bias * 1
+        with self.accelerator.autocast():
+            loss = self.cache(self._chunks(batch), **learned)
+        self.accelerator.backward(loss)
+        loss = self.accelerator.reduce(loss.detach(), "mean")
+        if not torch.isfinite(loss):
+            self._diagnose(float(loss))
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        norm = self.accelerator.clip_grad_norm_(trained, optim.clip_grad or math.inf)
+        self.optimizer.step()
+        clamp_scale(towers.log_scale, self.config.loss.max_scale)
+        facts = {"loss": float(loss), "lr": rate, "scale": scale_of(towers), "grad_norm": float(norm)}
+        stats = self.objective.stats
+        if stats is not None:
+            facts |= {"top1": float(stats.row_top1), "mean_rank": float(stats.row_rank)}
+        return {"epoch": batch.epoch, **facts, "pairs": self.config.run.batch}
+
+    def _chunks(self, batch: Batch) -> Iterator[tuple[Any, Any]]:
+        """The chunks of this rank as the encoders take them: of a locked side, the kept outputs of its backbone."""
+        device = self.accelerator.device
+        texts = self.objective.texts = []
+        for chunk in batch.chunks:
+            texts += chunk.texts
+            sides = [self.kept[side][chunk.index] if side in self.kept else getattr(chunk, side) for side in SIDES]
+            yield tuple(wrapped(to_device(x, device)) for x in sides)
+
+    def evaluate(self) -> tuple[dict[str, float], Encoded | None]:
+        """Retrieval on held-out data by the main process, which tells the others."""
+        from accelerate.utils import broadcast_object_list
+
+        found: Encoded | None = None
+        told: list[dict[str, float]] = [{}]
+        if self.main:
+            with self.accelerator.autocast():
+                found = encode(self.towers, self.held_out, chunk=self.config.run.chunk)
+            told = [retrieval(found)]
+        return broadcast_object_list(told)[0], found
+
+    def save(self, *, best: bool = False) -> None:
+        """Everything that decides the next step, by the main process."""
+        random, positions = (gather_objects(x) for x in (checkpoint.random_state(), self.loader.state_dict()))
+        if self.main:
+            run = self.config.run
+            facts = {
+                "step": self.step,
+                "best": None if math.isinf(self.best) else self.best,
+                "loader": positions,
+                "config": to_dict(self.config),
+            }
+            state = {"model": self.towers.state_dict(), "optimizer": self.optimizer.state_dict(), "random": random}
+            folder = run.out / "checkpoints" / checkpoint.step_name(self.step)
+            checkpoint.save(folder, state, facts)
+            checkpoint.keep(run.out, last=run.keep, best=folder if best else None)
+        self.accelerator.wait_for_everyone()
+
+    def _restore(self, folder: Path) -> None:
+        state, facts = checkpoint.load(folder)
+        self.towers.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.loader.load_state_dict(facts["loader"])
+        self.step, self.best = facts["step"], -math.inf if facts["best"] is None else facts["best"]
+        rank = self.accelerator.process_index
+        if rank < len(state["random"]):
+            checkpoint.set_random_state(state["random"][rank])
+
+    def _steps_of(self, epochs: float) -> int:
+        if self.loader.steps_per_epoch is None:
+            remedy = "Pass --steps: shards and streams do not know their length."
+            bad_value("steps", expected="a number of steps", got="epochs", remedy=remedy)
+        if self.loader.steps_per_epoch == 0:
+            got = f"{len(self.source)} pairs"  # type: ignore[arg-type]  # it knows its length
+            bad_value("batch", expected="no more than the data", got=f"{self.config.run.batch} of {got}", remedy="Lower it.")
+        return max(1, round(epochs * self.loader.steps_per_epoch))
+
+    def _encoders(self) -> tuple[nn.Module, nn.Module]:
+        """What a step runs: whole towers or what a lock leaves of them, under DDP where there are several processes."""
+        wrapped: dict[int, nn.Module] = {}
+
+        def wrap(tower: Tower) -> nn.Module:
+            if id(tower) not in wrapped:
+                module: nn.Module = Finish(tower) if tower.locked and self._keeps(tower) else tower
+                if self.config.towers.compile:
+                    module = torch.compile(module)  # type: ignore[assignment]
+                if any(p.requires_grad for p in module.parameters()):
+                    module = self.accelerator.prepare_model(module)
+                wrapped[id(tower)] = module
+            return wrapped[id(tower)]
+
+        return wrap(self.towers.left), wrap(self.towers.right)
+
+    def _keeps(self, tower: Tower) -> bool:
+        return any(self.kept.get(side) is not None and getattr(self.towers, side) is tower for side in self.kept)
+
+    def _agree(self, stop: bool) -> bool:
+        """Whether any process was told to stop: all must leave the loop at the same step."""
+        if self.accelerator.num_processes == 1:
+            return stop
+        flag = torch.tensor(float(stop), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(flag, "sum") > 0)
+
+    def _diagnose(self, loss: float) -> None:
+        """Stop, and tell what was not finite."""
+        named = list(self.towers.named_parameters())
+        weights = [name for name, p in named if not torch.isfinite(p).all()]
+        grads = [name for name, p in named if p.grad is not None and not torch.isfinite(p.grad).all()]
+        last = checkpoint.latest(self.config.run.out)
+        facts = [
+            f"weights that are not finite: {', '.join(weights[:5]) or 'none'}",
+            f"gradients that are not finite: {', '.join(grads[:5]) or 'none'}",
+            f"scale {scale_of(self.towers):.4g}, learning rate {self.optimizer.param_groups[0]['lr']:.3g}",
+            f"last checkpoint: {last or 'none'}",
+        ]
+        raise FloatingPointError(
+            f"the loss of step {self.step + 1} is {loss}: expected a finite one. " + "; ".join(facts) + ". "
+            "Lower the learning rate, lengthen the warm-up, clip gradients (--clip-grad 1), or use --precision bf16 "
+            "instead of fp16, then resume from the last checkpoint."
+        )
+
+
+def scale_of(towers: Towers) -> float:
+    return towers.log_scale.detach().exp().item()
+
+
+def wrapped(inputs: Any) -> Any:
+    """A dictionary of tokens is one argument of a tower, not its keywords."""
+    return (inputs,) if isinstance(inputs, dict) else inputs
+
+
+def find_checkpoint(resume: str, run: Path) -> Path | None:
+    """The checkpoint to go on from."""
+    if resume == "auto":
+        return checkpoint.latest(run)
+    if resume == "never":
+        if checkpoint.latest(run) is not None:
+            remedy = "Pass --resume auto to continue it, or another --out."
+            bad_value("out", expected="a folder without a run", got=run, remedy=remedy)
+        return None
+    return Path(resume)
+
+
+def check_kinds(source: Source, kinds: tuple[str, str]) -> None:
+    if tuple(source.kinds) != kinds:
+        remedy = "Choose towers for this data: `st:` for text pairs, the others for image-text pairs."
+        bad_value("towers", expected=f"encoders of {' and '.join(source.kinds)}", got=" and ".join(kinds), remedy=remedy)
+
+
+def texts_of(source: Source, limit: int = 200_000) -> Iterator[str]:
+    """Texts to train a tokenizer on."""
+    return islice(source.texts(), limit)
+
+
+def gather_objects(mine: Any) -> list[Any]:
+    """Everybody's, in the order of ranks."""
+    from accelerate.utils import gather_object
+
+    return list(gather_object([mine]))
+
+
+@contextmanager
+def signals() -> Iterator[list[int]]:
+    """SIGTERM and Ctrl-C become entries of a list, so that the step under way is finished; a second Ctrl-C interrupts."""
+    received: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        if received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,163 @@
+"""The optimiser by name, its parameter groups, and the learning rate as a function of the step.
+
+    optimizer = make_optimizer(towers, OptimConfig(optimizer="adamw", lr=1e-3))
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(config, step, steps)
+
+A rate that depends on nothing but the step needs no state: a resumed run has it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from contratile.errors import bad_value, check_choice, check_count
+
+Schedule = Literal["cosine", "constant"]
+MAX_SCALE = 100.0
+"""The largest factor on the cosines that CLIP lets its model learn."""
+
+# They want a closure, or sparse gradients.
+_UNFIT = ("LBFGS", "SparseAdam")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """The optimiser and its schedule."""
+
+    optimizer: str = "adamw"
+    """A class of torch.optim in any case (adamw, sgd, adagrad ...), or timm:<name> (timm:lion, timm:lamb ...)."""
+
+    lr: float = 1e-3
+    """Learning rate after the warm-up."""
+
+    weight_decay: float = 0.1
+    """Of matrices; gains, biases and the scale have none."""
+
+    betas: tuple[float, float] | None = None
+    """Decay of the running averages, where the optimiser has them; None: its own default."""
+
+    eps: float | None = None
+    """Added to the denominator, where the optimiser has one; None: its own default."""
+
+    momentum: float | None = None
+    """Where the optimiser has one; None: its own default."""
+
+    schedule: Schedule = "cosine"
+    """cosine: down to `min_lr` at the last step; constant."""
+
+    warmup: int = 0
+    """Steps over which the rate rises in a line."""
+
+    min_lr: float = 0.0
+    """Where the cosine ends."""
+
+    clip_grad: float = 1.0
+    """Largest norm of the gradient of all parameters together; 0: no clipping."""
+
+    def __post_init__(self) -> None:
+        check_choice("schedule", self.schedule, ("cosine", "constant"))
+        check_count("warmup", self.warmup, least=0)
+        for name in ("lr", "weight_decay", "min_lr", "clip_grad"):
+            value = getattr(self, name)
+            if not (0 <= value < math.inf):
+                bad_value(name, expected="a finite number, 0 or more", got=value, remedy="Check its sign.")
+        if self.min_lr > self.lr:
+            remedy = "The cosine falls from lr to min_lr."
+            bad_value("min_lr", expected=f"at most lr = {self.lr}", got=self.min_lr, remedy=remedy)
+
+
+def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
+    """The rate of step `step` (from 0) of `steps`; as open_clip's cosine_lr and const_lr."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    if config.schedule == "constant":
+        return config.lr
+    length = max(1, steps - config.warmup)
+    done = min(step - config.warmup, length)
+    return config.min_lr + 0.5 * (1 + math.cos(math.pi * done / length)) * (config.lr - config.min_lr)
+
+
+def decays(name: str, parameter: nn.Parameter) -> bool:
+    """Whether weight decay is for this parameter: open_clip's rule. Gains, biases and the scale go without."""
+    return parameter.ndim >= 2 and not any(part in name for part in ("bn", "ln", "bias", "logit_scale"))
+
+
+def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
+    """Parameters without weight decay, then those with it; frozen ones are left out, and groups without any."""
+    without: list[nn.Parameter] = []
+    with_decay: list[nn.Parameter] = []
+    for name, parameter in named:
+        if parameter.requires_grad:
+            (with_decay if decays(name, parameter) else without).append(parameter)
+    groups = [{"params": without, "weight_decay": 0.0}, {"params": with_decay, "weight_decay": weight_decay}]
+    return [group for group in groups if group["params"]]
+
+
+def make_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
+    """The optimiser that `config` names, for the trainable parameters of a model."""
+    groups = parameter_groups(model.named_parameters(), config.weight_decay)
+    if not groups:
+        remedy = "Unlock a tower or give it a head."
+        bad_value("optimizer", expected="parameters to train", got="none", remedy=remedy)
+    asked = {name: getattr(config, name) for name in ("betas", "eps", "momentum") if getattr(config, name) is not None}
+    package, _, name = config.optimizer.rpartition(":")
+    check_choice("package of the optimizer", package, ("", "timm"))
+    make = _of_timm if package else _of_torch
+    try:
+        return make(name, groups, lr=config.lr, weight_decay=config.weight_decay, **asked)
+    except (TypeError, ValueError, AssertionError) as error:
+        # The optimiser's own word about an option it has not, or a parameter it cannot train.
+        raise ValueError(f"optimizer {config.optimizer}: {error}") from error
+
+
+@torch.no_grad()
+def clamp_scale(log_scale: torch.Tensor, most: float = MAX_SCALE) -> None:
+    """Keep a learned scale, given as its logarithm, between 1 and `most`, as open_clip does."""
+    log_scale.clamp_(0, math.log(most))
+
+
+def _of_torch(name: str, groups: list[dict[str, Any]], **options: Any) -> Optimizer:
+    known = {
+        cls.__name__.lower(): cls
+        for cls in vars(torch.optim).values()
+        if inspect.isclass(cls) and issubclass(cls, Optimizer) and cls is not Optimizer and cls.__name__ not in _UNFIT
+    }
+    _check_known(name, list(known))
+    made = known[name.lower()]
+    if not options["weight_decay"]:
+        del options["weight_decay"]
+    takes = inspect.signature(made).parameters
+    for option in options:
+        if option not in takes:
+            remedy = f"Set {option} to 0." if option == "weight_decay" else "Leave it out."
+            bad_value(option, expected=f"none, as {made.__name__} has no {option}", got=options[option], remedy=remedy)
+    return made(groups, **options)
+
+
+def _of_timm(name: str, groups: list[dict[str, Any]], **options: Any) -> Optimizer:
+    try:
+        optim: Any = importlib.import_module("timm.optim")
+    except Exception as error:  # also packages that timm imports and that are broken
+        raise ValueError(f"timm cannot be imported ({error}); pip install timm, or name one of torch.optim") from error
+    _check_known(name, optim.list_optimizers())
+    found = optim.create_optimizer_v2(groups, opt=name.lower(), **options)
+    assert isinstance(found, Optimizer)
+    return found
+
+
+def _check_known(name: str, known: list[str]) -> None:
+    if name.lower() not in known:
+        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0)
+        remedy = f"Did you mean {near[0]}?"
+        bad_value("name", expected=f"one of {', '.join(sorted(known))}", got=repr(name), remedy=remedy)

@@ -1,0 +1,178 @@
+"""The two encoders of a training run, by name.
+
+    towers = build_towers("tiny", texts=captions)                    # a small CLIP, from scratch
+    towers = build_towers("hf:openai/clip-vit-base-patch32")         # CLIP, SigLIP; or hf:<vision model>+<text model>
+    towers = build_towers("open_clip:ViT-B-32:laion2b_s34b_b79k")
+    towers = build_towers("st:sentence-transformers/all-MiniLM-L6-v2")   # text and text, one encoder for both
+    towers.left(towers.left.prepare(images))                         # unit features [n, D]
+
+A tower is a backbone from transformers, open_clip or sentence-transformers, a head that is nothing unless asked for, and
+`prepare`, which turns raw samples into the backbone's inputs. What is needed to build it again without its weights goes
+into a folder: JSON and tokenizer files, no pickles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from contratile.data.sample import Kind
+from contratile.errors import bad_value
+from contratile.train.backbones import MAKERS, Part
+
+Lock = Literal["none", "image", "text", "left", "right", "both"]
+Head = Literal["none", "linear", "mlp"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerConfig:
+    """The encoders."""
+
+    towers: str = "tiny"
+    """tiny | hf:<model or folder> | hf:<vision>+<text> | open_clip:<model>[:pretrained] | st:<model or folder>"""
+
+    lock: Lock = "none"
+    """The side whose backbone stays as it is (LiT: image, which is left). Its outputs are computed once and kept."""
+
+    head: Head = "none"
+    """Trainable layers on top of each backbone."""
+
+    dim: int = 0
+    """Features that a head gives; 0: as many as the backbone."""
+
+    width: int = 128
+    """Of tiny: size of its hidden states."""
+
+    depth: int = 3
+    """Of tiny: layers of each encoder."""
+
+    patch: int = 8
+    """Of tiny: edge of an image patch."""
+
+    pixels: int = 0
+    """Edge of the images that go in; 0: what the model was made for (tiny: 32)."""
+
+    words: int = 16
+    """Of tiny: tokens of a text at most."""
+
+    vocabulary: int = 4096
+    """Of tiny: tokens that its tokenizer learns at most."""
+
+    init_scale: float = 1 / 0.07
+    """Factor on the cosines at the start."""
+
+    init_bias: float = -10.0
+    """Added to the scores at the start, where the loss has a bias (siglip)."""
+
+    checkpointing: bool = False
+    """Recompute activations inside the encoders: less memory for large chunks, one more forward pass."""
+
+    compile: bool = False
+    """Run the encoders through torch.compile."""
+
+    def __post_init__(self) -> None:
+        maker, _, name = self.towers.partition(":")
+        if maker not in MAKERS or (maker == "tiny") == bool(name):
+            expected = "tiny, hf:<model>, open_clip:<model> or st:<model>"
+            bad_value("towers", expected=expected, got=repr(self.towers), remedy="See `contratile train --help`.")
+
+
+class Tower(nn.Module):
+    """backbone, head, unit length."""
+
+    def __init__(self, part: Part) -> None:
+        super().__init__()
+        self.backbone, self.width, self.kind, self.prepare = part
+        self.head: nn.Module = nn.Identity()
+        self.locked = False
+
+    def forward(self, inputs: Any) -> Tensor:
+        return self.finish(self.backbone(inputs))
+
+    def finish(self, hidden: Tensor) -> Tensor:
+        """From the backbone's outputs to features."""
+        return F.normalize(self.head(hidden), dim=-1)
+
+    def lock(self) -> None:
+        """Keep the backbone as it is, in evaluation mode whatever the mode of the rest."""
+        self.locked = True
+        self.backbone.requires_grad_(False)
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> Tower:
+        super().train(mode)
+        if self.locked:
+            self.backbone.eval()
+        return self
+
+    def add_head(self, kind: Head, width: int) -> None:
+        if kind == "linear":
+            self.head = nn.Linear(self.width, width, bias=False)
+        elif kind == "mlp":
+            self.head = nn.Sequential(nn.Linear(self.width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.width = width
+
+
+class Finish(nn.Module):
+    """The part of a locked tower that is left to train, on kept outputs of its backbone."""
+
+    def __init__(self, tower: Tower) -> None:
+        super().__init__()
+        self.head = tower.head
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.normalize(self.head(hidden), dim=-1)
+
+
+class Towers(nn.Module):
+    """A pair of encoders, a learned scale and, if asked for, a learned bias."""
+
+    def __init__(self, left: Tower, right: Tower, config: TowerConfig, *, bias: bool) -> None:
+        super().__init__()
+        self.left, self.right, self.config = left, right, config
+        self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
+        self.bias = nn.Parameter(torch.tensor(config.init_bias)) if bias else None
+
+    @property
+    def kinds(self) -> tuple[Kind, Kind]:
+        return self.left.kind, self.right.kind
+
+
+def build_towers(
+    config: TowerConfig, *, texts: Iterable[str] = (), folder: Path | None = None, bias: bool = False
+) -> Towers:
+    """Towers by name. `texts` are what a tokenizer is trained on, if one is; `folder` holds one trained before."""
+    maker, _, name = config.towers.partition(":")
+    parts = MAKERS[maker](name, config, texts, folder)
+    left = Tower(parts[0])
+    right = left if parts[1] is parts[0] else Tower(parts[1])
+    if config.head == "none":
+        if left.width != right.width:
+            sizes = f"{left.width} and {right.width}"
+            bad_value("towers", expected="one size of features", got=sizes, remedy="Pass --head linear.")
+    else:
+        for tower in dict.fromkeys((left, right)):
+            tower.add_head(config.head, config.dim or left.width)
+    sides = {"image": (left,), "left": (left,), "text": (right,), "right": (right,), "both": (left, right), "none": ()}
+    for tower in sides[config.lock]:
+        tower.lock()
+    towers = Towers(left, right, config, bias=bias)
+    if not any(p.requires_grad for p in [*left.parameters(), *right.parameters()]):
+        remedy = "Pass --head linear or mlp, or lock one side only."
+        bad_value("lock", expected="something left to train", got=repr(config.lock), remedy=remedy)
+    return towers
+
+
+def save_recipe(towers: Towers, folder: Path) -> None:
+    """What `build_towers` needs beside weights: tokenizer files."""
+    for tower in (towers.left, towers.right):
+        save = getattr(tower.prepare, "save", None)
+        if save is not None:
+            save(folder)

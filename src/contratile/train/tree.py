@@ -1,0 +1,99 @@
+"""State as JSON and named tensors: any nesting of dicts, lists, tuples, numbers, texts and tensors, and back, exactly.
+
+    structure, tensors = flatten(optimizer.state_dict(), "optimizer")
+    optimizer.load_state_dict(restore(structure, tensors))
+
+What JSON has stays as it is: {"lr": 0.1} is {"lr": 0.1}. What it has not is an object with one key that begins with $:
+{"$tensor": name}, {"$tuple": [...]}, {"$float": "nan"}, and {"$dict": [[key, value], ...]} for keys other than texts. A
+tensor that occurs several times, such as a tied weight, is stored once.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contratile.errors import bad_type
+
+Json = Any
+Key = tuple[Any, ...]
+
+
+def flatten(tree: Any, name: str) -> tuple[Json, dict[str, Tensor]]:
+    """The structure, ready for JSON, and the tensors by their path: contiguous, on the CPU, sharing no memory.
+
+    `name` is what errors call the tree.
+    """
+    walk = _Walk(name)
+    return walk.encode(tree, ()), walk.tensors
+
+
+def restore(structure: Json, tensors: dict[str, Tensor]) -> Any:
+    """What `flatten` was given. Tensors that shared their memory as a whole are one tensor again."""
+    if isinstance(structure, list):
+        return [restore(part, tensors) for part in structure]
+    if not isinstance(structure, dict):
+        return structure
+    match next(iter(structure.items()), None):
+        case ("$tensor", name):
+            return tensors[name]
+        case ("$tuple", parts):
+            return tuple(restore(part, tensors) for part in parts)
+        case ("$dict", items):
+            return {restore(key, tensors): restore(value, tensors) for key, value in items}
+        case ("$float", text):
+            return float(text)
+    return {key: restore(value, tensors) for key, value in structure.items()}
+
+
+class _Walk:
+    """One walk through a tree, with what it has met."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.tensors: dict[str, Tensor] = {}
+        self._met: dict[Key, str] = {}
+        self._storages: set[int] = set()
+
+    def encode(self, value: Any, path: tuple[str, ...]) -> Json:
+        if isinstance(value, Tensor):
+            return {"$tensor": self._add(value, path)}
+        if value is None or isinstance(value, bool | int | str):
+            return value
+        if isinstance(value, float):
+            return value if math.isfinite(value) else {"$float": str(float(value))}
+        if isinstance(value, dict):
+            if all(isinstance(key, str) and not key.startswith("$") for key in value):
+                return {key: self.encode(item, (*path, key)) for key, item in value.items()}
+            here = [(key, self.encode(item, (*path, str(key)))) for key, item in value.items()]
+            return {"$dict": [[self.encode(key, path), item] for key, item in here]}
+        if isinstance(value, list | tuple):
+            parts = [self.encode(part, (*path, str(index))) for index, part in enumerate(value)]
+            return parts if isinstance(value, list) else {"$tuple": parts}
+        place = ".".join((self.name, *path))
+        expected, remedy = "numbers, texts, tensors and nestings of them", "Convert it, for example with .tolist()."
+        bad_type(place, expected=expected, got=type(value).__name__, remedy=remedy)
+
+    def _add(self, x: Tensor, path: tuple[str, ...]) -> str:
+        """The name under which a tensor is stored."""
+        name = ".".join(path) or "value"
+        if x.layout != torch.strided or x.is_meta or hasattr(x, "full_tensor"):
+            got = "a sharded tensor" if hasattr(x, "full_tensor") else f"layout {x.layout} on {x.device}"
+            remedy = "Gather it first, for example with x.full_tensor()."
+            bad_type(f"{self.name}.{name}", expected="a plain tensor", got=got, remedy=remedy)
+        x = x.detach()
+        storage = x.untyped_storage().data_ptr()
+        # Memory of different devices may have one address.
+        key = (x.device, storage, x.storage_offset(), x.shape, x.stride(), x.dtype)
+        if x.numel() and key in self._met:
+            return self._met[key]
+        while name in self.tensors or name == "__metadata__":  # a word of safetensors' own
+            name += "'"
+        # Another view of memory that is stored already is stored by its own values.
+        plain = x.cpu().resolve_conj().resolve_neg().contiguous()
+        shared = plain.data_ptr() == x.data_ptr() and storage in self._storages
+        self.tensors[name] = plain.clone() if shared else plain
+        self._storages.add(storage)
+        self._met[key] = name
+        return name

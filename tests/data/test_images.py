@@ -1,0 +1,105 @@
+"""Pictures: what is decoded, what is refused, and the pixels that come out."""
+
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from contratile.data import images
+from contratile.data.sample import Broken
+from tests.data.files import encoded, picture
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG of a few bytes that claims to be huge."""
+
+    def part(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + part(b"IHDR", head) + part(b"IDAT", zlib.compress(b"\0" * 1000)) + part(b"IEND", b"")
+
+
+def noise() -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8))
+
+
+@pytest.mark.parametrize("kind", images.FORMATS)
+def test_formats(kind: str) -> None:
+    image = images.decode(encoded(picture(200), kind), "a")
+    assert image.mode == "RGB" and image.size == (9, 7)
+    assert np.abs(np.asarray(image).astype(int) - np.asarray(picture(200))).max() < 12
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (encoded(noise(), "JPEG")[:3000], "truncated picture (OSError)"),
+        (encoded(picture(3, (64, 64)))[:-30], "truncated picture (OSError)"),
+        (b"", "not a picture in a known format"),
+        (b"<html>not found</html>", "not a picture in a known format"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "not a picture in a known format"),
+        (bomb(20_000, 20_000), "picture of more than 67 megapixels"),
+        (bomb(10_000, 9_000), "picture of more than 67 megapixels"),
+        (bomb(8_000, 8_000), "truncated picture (OSError)"),
+        (b"\x89PNG\r\n\x1a\n" + b"\0" * 40, "not a picture in a known format"),
+        (encoded(noise()).replace(b"IDAT", b"IDAT\xff\xff"), "damaged or unreadable picture (OSError)"),
+    ],
+    ids=["jpeg", "png", "empty", "page", "postscript", "bomb", "small bomb", "allowed size", "zeros", "damaged"],
+)
+def test_damaged_pictures_are_broken(data: bytes, reason: str, tmp_path: Path) -> None:
+    file = tmp_path / "picture"
+    file.write_bytes(data)
+    for form in (data, file):
+        with pytest.raises(Broken) as caught:
+            images.decode(form, "key 7")
+        assert caught.value.reason.startswith(reason) and caught.value.key == "key 7"
+        assert "0x" not in caught.value.reason and str(tmp_path) not in caught.value.reason
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    with pytest.raises(Broken, match="a: no such file"):
+        images.decode(tmp_path / "none.png", "a")
+    with pytest.raises(Broken, match="unreadable picture"):
+        images.decode(tmp_path, "a")
+
+
+def test_transparent_parts_are_white() -> None:
+    clear = Image.new("RGBA", (4, 4), (10, 20, 30, 0))
+    assert images.decode(encoded(clear), "a").getpixel((0, 0)) == (255, 255, 255)
+    palette = Image.new("P", (4, 4), 0)
+    palette.putpalette([9, 9, 9] * 256)
+    palette.info["transparency"] = 0
+    assert images.decode(palette, "a").getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_sixteen_bit_grey_keeps_its_shades() -> None:
+    deep = Image.fromarray(np.array([[0, 32768, 65535]], dtype=np.uint16))
+    assert [images.decode(encoded(deep), "a").getpixel((x, 0)) for x in range(3)] == [(v, v, v) for v in (0, 128, 255)]
+
+
+def test_stack_shapes_and_order() -> None:
+    tall, wide = picture(5, (8, 40)), picture(300, (40, 8))
+    pixels = images.stack([tall, wide], 8)
+    assert pixels.shape == (2, 3, 8, 8) and pixels.dtype == torch.uint8 and pixels.is_contiguous()
+    assert pixels[0, :, 3, 3].tolist() == [5, 0, 77] and pixels[1, :, 3, 3].tolist() == [44, 1, 77]
+    assert images.stack([], 8).shape == (0, 3, 8, 8)
+
+
+def test_stack_is_resize_then_crop() -> None:
+    """The part that is resized is the middle one: as CLIP's resize and crop, up to half a pixel at the cut."""
+    ramp = Image.fromarray(np.tile(np.arange(0, 240, 2, dtype=np.uint8), (60, 1)))
+    whole = ramp.resize((40, 20), Image.Resampling.BICUBIC).crop((10, 0, 30, 20)).convert("RGB")
+    ours = images.stack([ramp.convert("RGB")], 20)[0].permute(1, 2, 0).numpy()
+    assert np.abs(ours.astype(int) - np.asarray(whole)).max() <= 3
+
+
+def test_normalise() -> None:
+    pixels = torch.full((1, 3, 2, 2), 255, dtype=torch.uint8)
+    got = images.normalise(pixels)[0, :, 0, 0]
+    torch.testing.assert_close(got, (1 - torch.tensor(images.CLIP_MEAN)) / torch.tensor(images.CLIP_STD))
+    assert images.normalise(pixels, (0, 0, 0), (1, 1, 1)).max() == 1.0

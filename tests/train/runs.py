@@ -1,0 +1,52 @@
+"""Small runs to test: pictures of coloured shapes with their names, a tiny model, a few steps."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+from contratile.train.config import SECTIONS, TrainConfig, from_dict
+
+COLOURS = ("red", "green", "blue", "black", "orange", "purple", "brown", "gray")
+SHAPES = ("ellipse", "rectangle", "line", "arc")
+
+
+def shapes(folder: Path, *, sizes: int = 3) -> Path:
+    """A table of 96 pictures: every colour and shape in some sizes."""
+    rows = ["path,caption"]
+    folder.mkdir(parents=True, exist_ok=True)
+    for colour in COLOURS:
+        for shape in SHAPES:
+            for size in range(1, sizes + 1):
+                image = Image.new("RGB", (16, 16), "white")
+                box = (8 - 2 * size, 8 - 2 * size, 7 + 2 * size, 7 + 2 * size)
+                draw = ImageDraw.Draw(image)
+                if shape == "arc":
+                    draw.arc(box, 0, 200, fill=colour, width=2)
+                else:
+                    getattr(draw, shape)(box, fill=colour)
+                name = f"{colour}-{shape}-{size}.png"
+                image.save(folder / name)
+                rows.append(f"{name},{colour} {shape} of size {size}")
+    table = folder / "pairs.csv"
+    table.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return table
+
+
+def small(table: Path, out: Path, **changes: Any) -> TrainConfig:
+    """Six steps of 32 pairs with a tiny model; `changes` are fields of any section, by their names."""
+    config = from_dict(
+        {
+            "run": {"out": str(out), "batch": 32, "chunk": 10, "steps": 6, "cpu": True, "tensorboard": False},
+            "data": {"data": str(table), "test_share": 0.2},
+            "towers": {"width": 32, "depth": 1, "pixels": 16, "words": 8},
+            "optim": {"lr": 3e-3, "warmup": 2},
+        },
+        TrainConfig(),
+        where="test",
+    )
+    for name, value in changes.items():
+        (section,) = (s for s in SECTIONS if hasattr(getattr(config, s), name))
+        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+    return config

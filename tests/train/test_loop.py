@@ -1,0 +1,169 @@
+"""The training loop: it learns, goes on exactly where it was stopped, and many processes do what one does."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from contratile.train import checkpoint
+from contratile.train.config import to_toml
+from contratile.train.loop import Trainer
+from contratile.train.track import history
+from tests.train.runs import shapes, small
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shapes(tmp_path_factory.mktemp("shapes"))
+
+
+def weights(run: Path) -> dict[str, Tensor]:
+    folder = checkpoint.latest(run)
+    assert folder is not None
+    return checkpoint.load(folder)[0]["model"]
+
+
+def losses(run: Path) -> list[float]:
+    return [entry["loss"] for entry in history(run) if "loss" in entry]
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("loss", ["clip", "infonce", "siglip", "ntxent", "supcon"])
+def test_every_loss_falls(table: Path, tmp_path: Path, loss: str) -> None:
+    outcome = Trainer(small(table, tmp_path, loss=loss, steps=25)).run()
+    found = losses(tmp_path)
+    assert outcome.finished and len(found) == 25
+    assert sum(found[-5:]) < 0.97 * sum(found[:5])
+
+
+def test_what_is_learned_is_found_again(table: Path, tmp_path: Path) -> None:
+    outcome = Trainer(small(table, tmp_path, steps=60)).run()
+    assert outcome.encoded is not None
+    n = len(outcome.encoded.keys)
+    assert outcome.metrics["text_to_image_R@1"] > 3 / n
+    steps = [entry for entry in history(tmp_path) if "loss" in entry]
+    assert {"loss", "top1", "scale", "lr", "samples_per_second", "memory", "dense_memory"} <= steps[-1].keys()
+
+
+def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(
+    table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Trainer(small(table, tmp_path / "whole", lock="none")).run()
+    config = small(table, tmp_path / "stopped")
+    step = Trainer.train_step
+
+    def interrupted(self: Trainer, batch: Any) -> dict[str, float]:
+        if self.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, batch)
+
+    monkeypatch.setattr(Trainer, "train_step", interrupted)
+    outcome = Trainer(config).run()
+    assert not outcome.finished and outcome.step == 3
+    monkeypatch.undo()
+    assert Trainer(config).run().finished
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "stopped"))
+    assert losses(tmp_path / "whole") == losses(tmp_path / "stopped")
+
+
+def test_other_chunks_train_the_same(table: Path, tmp_path: Path) -> None:
+    Trainer(small(table, tmp_path / "a", chunk=10)).run()
+    Trainer(small(table, tmp_path / "b", chunk=32, offload="disk")).run()
+    torch.testing.assert_close(torch.tensor(losses(tmp_path / "a")), torch.tensor(losses(tmp_path / "b")))
+
+
+def test_dense_and_tiled_train_the_same(table: Path, tmp_path: Path) -> None:
+    for backend in ("dense", "torch"):
+        Trainer(small(table, tmp_path / backend, backend=backend, steps=50)).run()
+    a, b = (torch.tensor(losses(tmp_path / backend)) for backend in ("dense", "torch"))
+    assert (a - b).abs().max() < 1e-4
+
+
+def test_a_locked_side_keeps_its_weights_and_is_encoded_once(
+    table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(small(table, tmp_path, lock="image"))
+    before = {name: x.clone() for name, x in trainer.towers.state_dict().items()}
+    calls: list[int] = []
+    trainer.towers.left.backbone.register_forward_hook(lambda *args: calls.append(1))
+    monkeypatch.setattr(Trainer, "evaluate", lambda self: ({"text_to_image_R@10": 0.0}, None))
+    trainer.run()
+    after = trainer.towers.state_dict()
+    changed = {name for name in after if not torch.equal(before[name], after[name])}
+    assert not calls
+    assert changed and not any(name.startswith("left.") for name in changed)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(table: Path, tmp_path: Path) -> None:
+    trainer = Trainer(small(table, tmp_path))
+    with torch.no_grad():
+        next(trainer.towers.left.parameters()).fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match=r"loss of step 1 is nan.*weights that are not finite: left\."):
+        trainer.run()
+
+
+def command(config: Path) -> list[str]:
+    return ["-m", "contratile", "train", "--config", str(config)]
+
+
+def write(config: Any, path: Path) -> Path:
+    path.write_text(to_toml(config), encoding="utf-8")
+    return path
+
+
+def test_killed_at_any_moment(table: Path, tmp_path: Path) -> None:
+    whole = small(table, tmp_path / "whole", save_every=1, steps=12)
+    Trainer(whole).run()
+    recipe = write(small(table, tmp_path / "killed", save_every=1, steps=12), tmp_path / "killed.toml")
+    luck = random.Random(0)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    kills = 0
+    for attempt in range(20):
+        process = subprocess.Popen(
+            [sys.executable, *command(recipe)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        if attempt < 3:
+            wait_for_checkpoint(tmp_path / "killed", process)
+            time.sleep(luck.uniform(0, 0.3))
+            process.kill()
+        _, errors = process.communicate()
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, errors.decode()
+        kills += 1
+    assert kills >= 1
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
+
+
+def wait_for_checkpoint(run: Path, process: subprocess.Popen[bytes]) -> None:
+    """Until there is one more than at the start, or the process ends."""
+    before = checkpoint.latest(run)
+    while process.poll() is None and checkpoint.latest(run) == before:
+        time.sleep(0.05)
+
+
+def test_two_processes_do_what_one_does(table: Path, tmp_path: Path) -> None:
+    Trainer(small(table, tmp_path / "one")).run()
+    recipe = write(small(table, tmp_path / "two"), tmp_path / "two.toml")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command(recipe)]
+    done = subprocess.run(
+        launch, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert len(one) == len(two) == 6
+    torch.testing.assert_close(torch.tensor(two), torch.tensor(one), rtol=1e-4, atol=1e-4)
+    found = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
+    assert any("text_to_image_R@10" in entry for entry in found)

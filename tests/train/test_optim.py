@@ -1,0 +1,225 @@
+"""The optimiser: its groups, its names, its rate."""
+
+# mypy: allow-untyped-calls
+# (torch does not annotate all that is called here.)
+
+import importlib.util
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from contratile.bench.cases import cure_torchvision
+from contratile.train.optim import (
+    OptimConfig,
+    clamp_scale,
+    decays,
+    learning_rate,
+    make_optimizer,
+    parameter_groups,
+)
+
+
+class Model(nn.Module):
+    """One parameter of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 3)
+        self.conv = nn.Conv2d(2, 3, 2)
+        self.ln_post = nn.LayerNorm(3)
+        self.bn = nn.BatchNorm2d(3)
+        self.position = nn.Parameter(torch.ones(5, 4))
+        self.relative_bias_table = nn.Parameter(torch.ones(5, 4))
+        self.log_scale = nn.Parameter(torch.tensor(1.0))
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+
+def names_of(model: nn.Module, group: dict[str, Any]) -> set[str]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(parameter)] for parameter in group["params"]}
+
+
+# --- groups -------------------------------------------------------------------------------------------------------
+
+
+def test_groups() -> None:
+    model = Model()
+    without, with_decay = parameter_groups(model.named_parameters(), 0.3)
+    assert names_of(model, with_decay) == {"proj.weight", "conv.weight", "position"}
+    gains = {"ln_post.weight", "ln_post.bias", "bn.weight", "bn.bias", "proj.bias", "conv.bias"}
+    assert names_of(model, without) == gains | {"relative_bias_table", "log_scale"}
+    assert (without["weight_decay"], with_decay["weight_decay"]) == (0.0, 0.3)
+
+
+@pytest.mark.peers
+def test_groups_follow_open_clips_rule() -> None:
+    """The rule stands inside open_clip's main function, so it is read from its source."""
+    spec = importlib.util.find_spec("open_clip_train")
+    assert spec is not None and spec.origin is not None
+    source = (Path(spec.origin).parent / "main.py").read_text()
+    (rule,) = re.findall(r"exclude = (lambda n, p: .*)", source)
+    exclude = eval(rule)
+    shapes = [(), (3,), (3, 3), (2, 3, 4, 5)]
+    words = ["weight", "bias", "logit_scale", "logit_bias", "bn1.weight", "ln_final.weight", "token.weight", "q_bias.w"]
+    for name in words:
+        for shape in shapes:
+            parameter = nn.Parameter(torch.ones(shape))
+            assert decays(f"left.{name}", parameter) is not exclude(f"left.{name}", parameter)
+
+
+def test_shared_parameters_are_counted_once() -> None:
+    model = nn.ModuleDict({"left": nn.Linear(3, 3)})
+    model["right"] = model["left"]
+    groups = parameter_groups(model.named_parameters(), 0.1)
+    assert [len(group["params"]) for group in groups] == [1, 1]
+
+
+def test_decay_shrinks_matrices_only() -> None:
+    model = Model()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = make_optimizer(model, OptimConfig(lr=0.1, weight_decay=0.5))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        factor = 1 - 0.1 * 0.5 if name in ("proj.weight", "conv.weight", "position") else 1.0
+        torch.testing.assert_close(parameter.detach(), before[name] * factor)
+
+
+def test_nothing_to_train_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"optimizer: expected parameters to train, got none. Unlock a tower"):
+        make_optimizer(nn.Linear(2, 2).requires_grad_(False), OptimConfig())
+
+
+# --- names --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    [
+        ("adamw", torch.optim.AdamW),
+        ("AdamW", torch.optim.AdamW),
+        ("SGD", torch.optim.SGD),
+        ("adagrad", torch.optim.Adagrad),
+        ("radam", torch.optim.RAdam),
+        ("Adafactor", torch.optim.Adafactor),
+    ],
+)
+def test_optimizers_of_torch(name: str, cls: type[torch.optim.Optimizer]) -> None:
+    assert_learns(name, cls)
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")  # packages that timm imports
+@pytest.mark.parametrize(("name", "cls"), [("timm:lion", "Lion"), ("timm:LAMB", "Lamb"), ("timm:adamw", "AdamW")])
+def test_optimizers_of_timm(name: str, cls: str) -> None:
+    keeps_alive = cure_torchvision()
+    assert_learns(name, None, cls)
+    with pytest.raises(ValueError, match=r"optimizer timm:loin: name: expected one of .*lion.*Did you mean lion"):
+        make_optimizer(nn.Linear(2, 2), OptimConfig(optimizer="timm:loin"))
+    del keeps_alive
+
+
+def assert_learns(name: str, cls: type[torch.optim.Optimizer] | None, class_name: str = "") -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = make_optimizer(model, OptimConfig(optimizer=name, lr=0.01))
+    assert type(optimizer) is cls if cls else type(optimizer).__name__ == class_name
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.1]
+    x = torch.randn(16, 4)
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+
+
+def test_options_reach_the_optimizer() -> None:
+    model = nn.Linear(2, 2)
+    config = OptimConfig(lr=0.5, betas=(0.8, 0.95), eps=1e-5)
+    for group in make_optimizer(model, config).param_groups:
+        assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.8, 0.95), 1e-5)
+    default = torch.optim.AdamW(model.parameters()).defaults
+    for group in make_optimizer(model, OptimConfig()).param_groups:
+        assert (group["betas"], group["eps"]) == (default["betas"], default["eps"])
+    (*_, group) = make_optimizer(model, OptimConfig(optimizer="sgd", momentum=0.7)).param_groups
+    assert group["momentum"] == 0.7
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"optimizer": "adamm"}, r"optimizer adamm: name: expected one of .*adamw.*, got 'adamm'. Did you mean adam"),
+        ({"optimizer": "lbfgs"}, r"optimizer lbfgs: name: expected one of"),
+        ({"optimizer": "apex:lamb"}, r"package of the optimizer: expected one of '', 'timm', got 'apex'"),
+        ({"optimizer": "sgd", "betas": (0.9, 0.9)}, r"betas: expected none, as SGD has no betas, got \(0.9, 0.9\)"),
+        ({"optimizer": "rprop"}, r"weight_decay: expected none, as Rprop has no weight_decay, got 0.1. Set"),
+        ({"optimizer": "muon"}, r"optimizer muon: .*2D"),
+        ({"betas": (1.5, 0.9)}, r"optimizer adamw: Invalid beta"),
+    ],
+)
+def test_bad_optimizers_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_optimizer(nn.Linear(2, 2), OptimConfig(**config))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"lr": -1.0}, "lr: expected a finite number, 0 or more, got -1.0"),
+        ({"clip_grad": math.nan}, "clip_grad: expected a finite number"),
+        ({"warmup": -5}, "warmup: expected at least 0, got -5"),
+        ({"schedule": "linear"}, "schedule: expected one of 'cosine', 'constant', got 'linear'"),
+        ({"lr": 0.1, "min_lr": 0.2}, "min_lr: expected at most lr = 0.1, got 0.2"),
+    ],
+)
+def test_bad_options_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OptimConfig(**config)
+
+
+# --- rate ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("warmup", [0, 1, 7])
+def test_rates_are_open_clips(warmup: int) -> None:
+    from open_clip_train.scheduler import const_lr, cosine_lr
+
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    for schedule, theirs in (("cosine", cosine_lr), ("constant", const_lr)):
+        config = OptimConfig(lr=0.3, schedule=schedule, warmup=warmup)  # type: ignore[arg-type]
+        rate = theirs(optimizer, 0.3, warmup, 40)
+        assert [learning_rate(config, step, 40) for step in range(40)] == [rate(step) for step in range(40)]
+
+
+def test_the_cosine_goes_from_one_end_to_the_other() -> None:
+    config = OptimConfig(lr=0.5, min_lr=0.1, warmup=4)
+    rates = [learning_rate(config, step, 20) for step in range(21)]
+    assert rates[:4] == [0.125, 0.25, 0.375, 0.5] and rates[4] == 0.5
+    assert rates[4:] == sorted(rates[4:], reverse=True) and rates[12] == pytest.approx(0.3)
+    assert rates[20] == pytest.approx(0.1) and learning_rate(config, 500, 20) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_runs_shorter_than_the_warm_up(steps: int) -> None:
+    config = OptimConfig(lr=1.0, warmup=4)
+    assert [learning_rate(config, step, steps) for step in range(steps)] == [(step + 1) / 4 for step in range(steps)]
+    assert learning_rate(OptimConfig(lr=1.0), 0, steps) == 1.0
+
+
+def test_the_scale_is_clamped() -> None:
+    for before, after in ((9.0, math.log(100)), (2.0, 2.0), (-1.0, 0.0)):
+        log_scale = nn.Parameter(torch.tensor(before, dtype=torch.float64))
+        clamp_scale(log_scale)
+        assert log_scale.item() == pytest.approx(after) and log_scale.requires_grad
+    clamp_scale(log_scale.data.fill_(9.0), most=50.0)
+    assert log_scale.item() == pytest.approx(math.log(50))

@@ -1,0 +1,117 @@
+"""Towers by name: features of unit length from small models of each package, saved by the test."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from contratile.bench.cases import cure_torchvision
+from contratile.train.backbones import train_tokenizer
+from contratile.train.towers import TowerConfig, build_towers, save_recipe
+
+cure_torchvision()
+TEXTS = ["red circle", "a blue square", "green"]
+IMAGES = [Image.new("RGB", (40, 30), colour) for colour in ("red", "blue", "green")]
+
+
+def check(config: TowerConfig, images: bool = True, **options: Any) -> Any:
+    """Features of both sides, with gradients behind them."""
+    towers = build_towers(config, texts=TEXTS, **options)
+    left = towers.left(towers.left.prepare(IMAGES if images else TEXTS))
+    right = towers.right(towers.right.prepare(TEXTS))
+    assert left.shape == right.shape == (3, left.shape[1])
+    for features in (left, right):
+        torch.testing.assert_close(features.norm(dim=1), torch.ones(3))
+        assert len({tuple(row.tolist()) for row in features}) == 3, "different inputs, different features"
+    (left.sum() + right.sum()).backward()
+    return towers
+
+
+def test_tiny(tmp_path: Path) -> None:
+    config = TowerConfig(width=32, depth=1)
+    towers = check(config)
+    save_recipe(towers, tmp_path)
+    again = build_towers(config, folder=tmp_path)
+    again.load_state_dict(towers.state_dict())
+    features = [t.right(t.right.prepare(["a red square"])) for t in (towers.eval(), again.eval())]
+    torch.testing.assert_close(*features)
+
+
+def test_a_tokenizer_is_the_same_every_time() -> None:
+    texts = [f"word{i % 37} {chr(97 + i % 26)}{i}" for i in range(300)]
+    first, second = (train_tokenizer(texts, 400).to_str() for _ in range(2))
+    assert first == second
+
+
+def test_the_end_of_a_text_is_where_its_features_are() -> None:
+    towers = build_towers(TowerConfig(width=32, depth=1), texts=TEXTS)
+    alone = towers.right(towers.right.prepare(["green"]))
+    padded = towers.right(towers.right.prepare(["green", "a blue square"]))[:1]
+    torch.testing.assert_close(alone, padded)
+
+
+@pytest.fixture(scope="module")
+def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small CLIP with tokenizer and image facts, as the hub would have it."""
+    from transformers import CLIPConfig, CLIPModel, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("clip")
+    tokenizer = train_tokenizer(TEXTS, 100)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    end = tokenizer.token_to_id("[END]")
+    text = {**shape, "vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 12, "eos_token_id": end}
+    vision = {**shape, "image_size": 16, "patch_size": 8}
+    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", eos_token="[END]").save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}')
+    return folder
+
+
+def test_hf_clip(clip_folder: Path) -> None:
+    from transformers import CLIPModel
+
+    towers = check(TowerConfig(towers=f"hf:{clip_folder}"))
+    model = CLIPModel.from_pretrained(clip_folder)
+    tokens = towers.right.prepare(TEXTS)
+    with torch.no_grad():
+        theirs = model(**tokens, pixel_values=towers.left.backbone[0](towers.left.prepare(IMAGES)))
+        ours = towers.left(towers.left.prepare(IMAGES)), towers.right(tokens)
+    torch.testing.assert_close(ours, (theirs.image_embeds, theirs.text_embeds))
+    assert towers.left.backbone[0].mean == (0.5, 0.5, 0.5)
+
+
+def test_hf_pair(tmp_path: Path, clip_folder: Path) -> None:
+    from transformers import BertConfig, BertModel, ViTConfig, ViTModel
+
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ViTModel(ViTConfig(image_size=16, patch_size=8, **shape)).save_pretrained(tmp_path / "vision")
+    BertModel(BertConfig(vocab_size=100, **shape)).save_pretrained(tmp_path / "text")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "text" / name).write_bytes((clip_folder / name).read_bytes())
+    name = f"hf:{tmp_path / 'vision'}+{tmp_path / 'text'}"
+    towers = check(TowerConfig(towers=name, head="linear", dim=20, lock="image"))
+    assert not any(p.requires_grad for p in towers.left.backbone.parameters())
+    assert towers.left.head.weight.shape == (20, 32)
+
+
+def test_open_clip() -> None:
+    towers = check(TowerConfig(towers="open_clip:ViT-S-32-alt", pixels=64))
+    assert towers.left.width == 256
+
+
+def test_sentence_transformers() -> None:
+    towers = check(TowerConfig(towers="st:minilm"), images=False)
+    assert towers.left is towers.right and towers.kinds == ("text", "text")
+
+
+@pytest.mark.parametrize("name", ["tinny", "hf:", "tiny:3", ""])
+def test_unknown_names_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="towers: expected tiny, hf:<model>"):
+        TowerConfig(towers=name)
+
+
+def test_something_must_be_left_to_train() -> None:
+    with pytest.raises(ValueError, match="lock: expected something left to train, got 'both'"):
+        build_towers(TowerConfig(width=32, depth=1, lock="both"), texts=TEXTS)
