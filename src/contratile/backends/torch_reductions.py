@@ -141,7 +141,9 @@ class LseReader:
         peaks = []
         for dim, side, index in sides:
             counted = (
-                s_RC if side.limit is None else self._below(part(side.limit, index).unsqueeze(dim), s_RC, spare_RC, tile)
+                s_RC
+                if side.limit is None
+                else self._below(part(side.limit, index).unsqueeze(dim), s_RC, spare_RC, tile)
             )
             peaks.append(counted.amax(dim).clamp_min_(lowest(s_RC.dtype)))
             side.merge_(index, peaks[-1], _exp2(counted, peaks[-1].unsqueeze(dim), spare_RC).sum(dim))

@@ -46,7 +46,9 @@ def hide_broken_torchvision() -> None:
         return
     try:
         import_module("torchvision")
-    except Exception:  # an operator that is missing, a library that cannot be loaded: whatever it is, without it we can do
+    except (
+        Exception
+    ):  # an operator that is missing, a library that cannot be loaded: whatever it is, without it we can do
         for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
             del sys.modules[name]
         sys.modules["torchvision"] = None  # type: ignore[assignment]  # "not installed", to everybody who asks
@@ -140,7 +142,12 @@ class _Text(nn.Module):
 def _tiny(name: str, config: TowerConfig, texts: Iterable[str], folder: Path | None) -> Parts:
     hide_broken_torchvision()
     from tokenizers import Tokenizer
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPVisionConfig, CLIPVisionModelWithProjection
+    from transformers import (
+        CLIPTextConfig,
+        CLIPTextModelWithProjection,
+        CLIPVisionConfig,
+        CLIPVisionModelWithProjection,
+    )
 
     known = None if folder is None else folder / Words.FILE
     if known is not None and known.exists():

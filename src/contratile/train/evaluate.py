@@ -1,8 +1,8 @@
 """What a pair of towers is worth: features of a source, retrieval metrics, the nearest images of a text.
 
-    found = encode(towers, source, chunk=256)
-    retrieval(found)                       # R@k, ranks, both directions
-    zero_shot(towers, found, names, templates)
+found = encode(towers, source, chunk=256)
+retrieval(found)                       # R@k, ranks, both directions
+zero_shot(towers, found, names, templates)
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The end of a run: its gallery, a contact sheet, the report; and what a finished run can be asked.
 
-    finish(run, config, source, encoded, metrics)       # writes gallery, contact_sheet.png, report.html
-    towers, config = load_run(run)                      # the best checkpoint's weights
+finish(run, config, source, encoded, metrics)       # writes gallery, contact_sheet.png, report.html
+towers, config = load_run(run)                      # the best checkpoint's weights
 """
 
 from __future__ import annotations
@@ -83,7 +83,13 @@ def held_out_sheet(source: Source, encoded: Encoded) -> bytes | None:
 
 
 def found_rows(
-    source: Source, queries: Sequence[str], features: Tensor, gallery: Tensor, index: Tensor, texts: Sequence[str], k: int = COLUMNS
+    source: Source,
+    queries: Sequence[str],
+    features: Tensor,
+    gallery: Tensor,
+    index: Tensor,
+    texts: Sequence[str],
+    k: int = COLUMNS,
 ) -> list[SheetRow]:
     """The k nearest of each query, with their images where the source has them."""
     scores, places = nearest(features, gallery, k)

@@ -97,7 +97,9 @@ class Trainer:
         self.steps = run.steps or self._steps_of(run.epochs)
         wait = self.accelerator.wait_for_everyone
         kept = {
-            side: kept_outputs(tower, self.source, side, run.out, chunk=run.chunk, main=self.main, wait=wait, notify=notify)
+            side: kept_outputs(
+                tower, self.source, side, run.out, chunk=run.chunk, main=self.main, wait=wait, notify=notify
+            )
             for side, tower in (("left", self.towers.left), ("right", self.towers.right))
             if tower.locked
         }
@@ -216,7 +218,9 @@ class Trainer:
             bad_value("steps", expected="a number of steps", got="epochs", remedy=remedy)
         if self.loader.steps_per_epoch == 0:
             got = f"{len(self.source)} pairs"  # type: ignore[arg-type]  # it knows its length
-            bad_value("batch", expected="no more than the data", got=f"{self.config.run.batch} of {got}", remedy="Lower it.")
+            bad_value(
+                "batch", expected="no more than the data", got=f"{self.config.run.batch} of {got}", remedy="Lower it."
+            )
         return max(1, round(epochs * self.loader.steps_per_epoch))
 
     def _encoders(self) -> tuple[nn.Module, nn.Module]:
@@ -288,7 +292,9 @@ def find_checkpoint(resume: str, run: Path) -> Path | None:
 def check_kinds(source: Source, kinds: tuple[str, str]) -> None:
     if tuple(source.kinds) != kinds:
         remedy = "Choose towers for this data: `st:` for text pairs, the others for image-text pairs."
-        bad_value("towers", expected=f"encoders of {' and '.join(source.kinds)}", got=" and ".join(kinds), remedy=remedy)
+        bad_value(
+            "towers", expected=f"encoders of {' and '.join(source.kinds)}", got=" and ".join(kinds), remedy=remedy
+        )
 
 
 def texts_of(source: Source, limit: int = 200_000) -> Iterator[str]:

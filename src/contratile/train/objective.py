@@ -1,9 +1,9 @@
 """The loss of a training run by name, called with features, and the statistics of its batch.
 
-    objective = Objective(LossConfig(loss="clip"))
-    objective.texts = texts             # of this batch: pairs of equal text are no negatives of each other
-    loss = objective(left, right, scale=scale)
-    objective.stats                     # top-1 accuracy and ranks in the batch, where the loss has them
+objective = Objective(LossConfig(loss="clip"))
+objective.texts = texts             # of this batch: pairs of equal text are no negatives of each other
+loss = objective(left, right, scale=scale)
+objective.stats                     # top-1 accuracy and ranks in the batch, where the loss has them
 """
 
 from __future__ import annotations
