@@ -10,7 +10,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageColor
 from rich.console import Console
@@ -116,6 +116,7 @@ finite = st.floats(-1e9, 1e9)
 
 
 @settings(max_examples=200, deadline=None)
+@example(low=5e-324, span=0.0, number=4)
 @given(low=finite, span=st.just(0.0) | st.floats(1e-3, 1e9), number=st.integers(2, 8))
 def test_ticks_are_few_and_cover(low: float, span: float, number: int) -> None:
     high = low + span

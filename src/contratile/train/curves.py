@@ -67,8 +67,9 @@ def thinned(points: Sequence[Point]) -> tuple[list[Point], str]:
 
 def ticks(low: float, high: float, number: int, *, whole: bool = False) -> list[float]:
     """Round numbers, about so many, from at most `low` to at least `high`; inside them if `whole`."""
-    if high == low:
-        low, high = (low - 1, high + 1) if low == 0 or whole else (min(0.0, 2 * low), max(0.0, 2 * high))
+    most = max(abs(low), abs(high))
+    if high - low <= 1e-11 * most or most < 1e-300:  # as good as constant
+        low, high = (low - 1, high + 1) if most < 1e-300 or whole else (min(0.0, 2 * low), max(0.0, 2 * high))
     rough = (high - low) / number
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(nice * power for nice in (1, 2, 5, 10) if nice * power >= rough * (1 - 1e-9))
