@@ -169,7 +169,7 @@ class Losses(NamedTuple):
 def cross_entropies(
     query: Tensor, key: Tensor, scale: Tensor | float, labels: Tensor, options: Options, engine: Engine, *, cols: bool
 ) -> Losses:
-    """The losses of the queries against all keys, and added to them, if `cols`, those of the keys against all queries."""
+    """The losses of the queries against all keys; if `cols`, those of the keys against all queries are added."""
     sums = options.label_smoothing > 0 or options.return_stats
     query_ids, key_ids = options.pair_of_ids
     margin = float("inf") if options.margin is None else float(options.margin)

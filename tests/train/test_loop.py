@@ -29,7 +29,8 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def weights(run: Path) -> dict[str, Tensor]:
     folder = checkpoint.latest(run)
     assert folder is not None
-    return checkpoint.load(folder)[0]["model"]
+    model: dict[str, Tensor] = checkpoint.load(folder)[0]["model"]
+    return model
 
 
 def losses(run: Path) -> list[float]:

@@ -58,8 +58,13 @@ def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import CLIPConfig, CLIPModel, PreTrainedTokenizerFast
 
     folder = tmp_path_factory.mktemp("clip")
-    tokenizer = train_tokenizer(TEXTS, 100)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tokenizer = train_tokenizer(TEXTS, 300)
+    shape: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     end = tokenizer.token_to_id("[END]")
     text = {**shape, "vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 12, "eos_token_id": end}
     vision = {**shape, "image_size": 16, "patch_size": 8}
@@ -85,9 +90,14 @@ def test_hf_clip(clip_folder: Path) -> None:
 def test_hf_pair(tmp_path: Path, clip_folder: Path) -> None:
     from transformers import BertConfig, BertModel, ViTConfig, ViTModel
 
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     ViTModel(ViTConfig(image_size=16, patch_size=8, **shape)).save_pretrained(tmp_path / "vision")
-    BertModel(BertConfig(vocab_size=100, **shape)).save_pretrained(tmp_path / "text")
+    BertModel(BertConfig(vocab_size=400, **shape)).save_pretrained(tmp_path / "text")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "text" / name).write_bytes((clip_folder / name).read_bytes())
     name = f"hf:{tmp_path / 'vision'}+{tmp_path / 'text'}"

@@ -11,8 +11,8 @@ floats per row besides: both measured, and used only to predict what cannot run.
 
 import contextlib
 import importlib
-import sys
 import io
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

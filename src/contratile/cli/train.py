@@ -177,13 +177,13 @@ def _search(run: Path, query: str, k: int, out: Path) -> None:
     with torch.no_grad():
         features = towers.right(towers.right.prepare([query])).float()
     console = Console()
-    if towers.kinds[0] == "text" or int(gallery.index.min()) < 0:
+    if towers.kinds[0] == "text" or int(gallery.places.min()) < 0:
         scores, places = nearest(features, gallery.left, k)
         for score, place in zip(scores[0].tolist(), places[0].tolist(), strict=True):
             console.print(f"{score:.3f}  {gallery.keys[place]}  {gallery.texts[place]}", markup=False, highlight=False)
         return
     source = open_source(config.data, "test")
-    (row,) = found_rows(source, [query], features, gallery.left, gallery.index, gallery.texts, k)
+    (row,) = found_rows(source, [query], features, gallery.left, gallery.places, gallery.texts, k)
     preview(row, console)
     partial = out.with_suffix(".partial")
     partial.write_bytes(png(contact_sheet([row], columns=k)))

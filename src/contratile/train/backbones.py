@@ -1,8 +1,8 @@
 """Backbones by name: what transformers, open_clip and sentence-transformers give, with the preparation of their inputs.
 
-    left, right = make("hf", "openai/clip-vit-base-patch32", config, texts=(), folder=None)
+    left, right = MAKERS["hf"]("openai/clip-vit-base-patch32", config, texts, folder)
 
-A maker returns two `Part`s. It loads weights from safetensors where a model comes with some; `tiny` starts from scratch.
+A maker returns two `Part`s, with the weights that a model comes with; `tiny` starts from scratch.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _tiny(name: str, config: TowerConfig, texts: Iterable[str], folder: Path | N
     }
     vision = CLIPVisionModelWithProjection(CLIPVisionConfig(image_size=size, patch_size=config.patch, **shape))
     end = tokenizer.token_to_id("[END]")
-    ids = {"bos_token_id": tokenizer.token_to_id("[START]"), "eos_token_id": end, "pad_token_id": 0}
+    ids: dict[str, Any] = {"bos_token_id": tokenizer.token_to_id("[START]"), "eos_token_id": end, "pad_token_id": 0}
     text = CLIPTextModelWithProjection(
         CLIPTextConfig(vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=config.words, **ids, **shape)
     )
@@ -221,7 +221,9 @@ class _Pooled(nn.Module):
             return (found.last_hidden_state * mask).sum(1) / mask.sum(1).clamp_min(1)  # type: ignore[no-any-return]
         pooled = getattr(found, "pooler_output", None)
         hidden = found.last_hidden_state if pooled is None else pooled
-        return hidden.flatten(2).mean(2) if hidden.dim() == 4 else hidden if hidden.dim() == 2 else hidden.mean(1)
+        if hidden.dim() == 4:  # a map of features
+            hidden = hidden.flatten(2).transpose(1, 2)
+        return hidden.mean(1) if hidden.dim() == 3 else hidden  # type: ignore[no-any-return]
 
 
 def _hf(name: str, config: TowerConfig, texts: Iterable[str], folder: Path | None) -> Parts:
@@ -260,7 +262,7 @@ def _hf(name: str, config: TowerConfig, texts: Iterable[str], folder: Path | Non
 
 def _preparation(name: str, vision: Any, config: TowerConfig) -> tuple[int, Pixels]:
     """The size and the pixels that a model of transformers was trained with."""
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     size = config.pixels or vision.image_size
     found = cached_file(name, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False)

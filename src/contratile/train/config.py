@@ -12,6 +12,7 @@ import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -28,7 +29,7 @@ class LossConfig:
     """The loss."""
 
     loss: LossName = "clip"
-    """clip: both directions; infonce: left to right; siglip; ntxent: both sides as views; supcon: equal texts are one class."""
+    """clip: both directions; infonce: left to right; siglip; ntxent: two views; supcon: equal texts are one class."""
 
     dedup: bool = True
     """Pairs of equal text are no negatives of each other (clip, infonce)."""
@@ -130,9 +131,9 @@ SECTIONS = ("run", "data", "towers", "loss", "optim")
 def load_config(path: Path, default: TrainConfig | None = None) -> TrainConfig:
     """A recipe: sections and fields of `TrainConfig` in TOML, on top of `default`."""
     try:
-        import tomllib
+        tomllib: Any = import_module("tomllib")
     except ImportError:  # Python 3.10
-        import tomli as tomllib
+        tomllib = import_module("tomli")
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:

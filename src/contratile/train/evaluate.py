@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from contratile.data.loader import Loader
-from contratile.data.sample import Source
+from contratile.data.sample import Indexed, Stream
 from contratile.errors import bad_value
 from contratile.metrics import retrieval_metrics, zero_shot_metrics
 from contratile.train.towers import Tower, Towers
@@ -30,14 +30,19 @@ class Encoded(NamedTuple):
 
     left: Tensor  # [N, D] on the CPU
     right: Tensor
-    index: Tensor  # [N] places in the source; -1 in a stream
+    places: Tensor  # [N] in the source; -1 in a stream
     keys: list[str]
     texts: list[str]
 
 
 @torch.no_grad()
 def encode(
-    towers: Towers, source: Source, *, chunk: int, limit: int = 0, notify: Callable[[int], object] = lambda done: None
+    towers: Towers,
+    source: Indexed | Stream,
+    *,
+    chunk: int,
+    limit: int = 0,
+    notify: Callable[[int], object] = lambda done: None,
 ) -> Encoded:
     """Both sides of every sample, or of the first `limit`, in evaluation mode."""
     prepare = towers.left.prepare, towers.right.prepare
@@ -114,7 +119,7 @@ class Gallery(NamedTuple):
     """The held-out left side of a run."""
 
     left: Tensor  # [N, D]
-    index: Tensor  # [N]
+    places: Tensor  # [N]
     keys: list[str]
     texts: list[str]
 
@@ -124,7 +129,7 @@ def save_gallery(found: Encoded, folder: Path) -> None:
     from safetensors.torch import save_file
 
     partial = folder / f"{GALLERY}.partial"
-    save_file({"left": found.left.half().contiguous(), "index": found.index.contiguous()}, partial)
+    save_file({"left": found.left.half().contiguous(), "places": found.places.contiguous()}, partial)
     partial.replace(folder / f"{GALLERY}.safetensors")
     partial.write_text(json.dumps({"keys": found.keys, "texts": found.texts}), encoding="utf-8")
     partial.replace(folder / f"{GALLERY}.json")
@@ -139,4 +144,4 @@ def load_gallery(folder: Path) -> Gallery:
         bad_value("run", expected=f"a folder with {path.name}", got=folder, remedy=remedy)
     names = json.loads((folder / f"{GALLERY}.json").read_text(encoding="utf-8"))
     tensors = load_file(path)
-    return Gallery(tensors["left"].float(), tensors["index"], names["keys"], names["texts"])
+    return Gallery(tensors["left"].float(), tensors["places"], names["keys"], names["texts"])

@@ -55,8 +55,8 @@ def finish(
         f"{len(encoded.keys):,} held-out pairs of {source.name}; none of their texts was seen in training."
         if source.name.startswith("icons")
         else f"{len(encoded.keys):,} held-out pairs of {source.name}.",
-        f"Every step compared {n:,} pairs with each other. The loss did it in a workspace of {size(workspace)}; a dense "
-        f"loss would have taken {size(DENSE_MATRICES * 4 * n * n)}.",
+        f"Every step compared {n:,} pairs with each other. The loss did it in a workspace of {size(workspace)}; "
+        f"a dense loss would have taken {size(DENSE_MATRICES * 4 * n * n)}.",
     ]
     report = write_report(
         run,
@@ -78,7 +78,7 @@ def held_out_sheet(source: Source, encoded: Encoded) -> bytes | None:
     texts = list(dict.fromkeys(encoded.texts))
     asked = texts[:: max(1, len(texts) // ROWS)][:ROWS]
     first = torch.tensor([encoded.texts.index(text) for text in asked])
-    rows = found_rows(source, asked, encoded.right[first], encoded.left, encoded.index, encoded.texts)
+    rows = found_rows(source, asked, encoded.right[first], encoded.left, encoded.places, encoded.texts)
     return png(contact_sheet(rows, columns=COLUMNS))
 
 
@@ -87,16 +87,16 @@ def found_rows(
     queries: Sequence[str],
     features: Tensor,
     gallery: Tensor,
-    index: Tensor,
+    places: Tensor,
     texts: Sequence[str],
     k: int = COLUMNS,
 ) -> list[SheetRow]:
     """The k nearest of each query, with their images where the source has them."""
-    scores, places = nearest(features, gallery, k)
+    scores, best = nearest(features, gallery, k)
     rows = []
-    for query, row, found in zip(queries, scores.tolist(), places.tolist(), strict=True):
-        captions = [texts[place] for place in found]
-        images = [picture(source, int(index[place])) for place in found]
+    for query, row, found in zip(queries, scores.tolist(), best.tolist(), strict=True):
+        captions = [texts[number] for number in found]
+        images = [picture(source, int(places[number])) for number in found]
         rows.append(SheetRow(query, images, captions, [text == query for text in captions], row))
     return rows
 

@@ -205,7 +205,7 @@ class Trainer:
     def _restore(self, folder: Path) -> None:
         state, facts = checkpoint.load(folder)
         self.towers.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        checkpoint.load_optimizer(self.optimizer, state["optimizer"])
         self.loader.load_state_dict(facts["loader"])
         self.step, self.best = facts["step"], -math.inf if facts["best"] is None else facts["best"]
         rank = self.accelerator.process_index
@@ -311,7 +311,7 @@ def gather_objects(mine: Any) -> list[Any]:
 
 @contextmanager
 def signals() -> Iterator[list[int]]:
-    """SIGTERM and Ctrl-C become entries of a list, so that the step under way is finished; a second Ctrl-C interrupts."""
+    """SIGTERM and Ctrl-C become entries of a list: the step under way is finished. A second Ctrl-C interrupts."""
     received: list[int] = []
 
     def note(number: int, frame: object) -> None:

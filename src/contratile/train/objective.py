@@ -34,11 +34,12 @@ class Objective(nn.Module):
         ids = torch.tensor([number_of(text) for text in self.texts], dtype=torch.long, device=left.device)
         self.stats = None
         if config.loss == "ntxent":
-            return functional.nt_xent(left, right, 1 / scale, **how)
+            return functional.nt_xent(left, right, 1 / scale, **how)  # type: ignore[no-any-return]  # how hides the overload
         if config.loss == "supcon":
             return functional.sup_con(torch.cat([left, right]), torch.cat([ids, ids]), 1 / scale, **how)
         if config.loss == "siglip":
             assert bias is not None
+            loss: Tensor
             loss, self.stats = functional.siglip_loss(left, right, scale, bias, return_stats=True, **how)
             return loss
         how |= {"margin": config.margin, "label_smoothing": config.label_smoothing}

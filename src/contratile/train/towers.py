@@ -6,9 +6,9 @@
     towers = build_towers("st:sentence-transformers/all-MiniLM-L6-v2")   # text and text, one encoder for both
     towers.left(towers.left.prepare(images))                         # unit features [n, D]
 
-A tower is a backbone from transformers, open_clip or sentence-transformers, a head that is nothing unless asked for, and
-`prepare`, which turns raw samples into the backbone's inputs. What is needed to build it again without its weights goes
-into a folder: JSON and tokenizer files, no pickles.
+A tower is a backbone from transformers, open_clip or sentence-transformers, a head that is nothing unless asked for,
+and `prepare`, which turns raw samples into the backbone's inputs. What is needed to build it again without its weights
+goes into a folder: JSON and tokenizer files, no pickles.
 """
 
 from __future__ import annotations
