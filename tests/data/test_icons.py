@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from contratile.data import icons as module
+from contratile.data.files import made_once
 from contratile.data.icons import Icon, Icons, draw, families
 from contratile.data.sample import Broken
 
@@ -83,11 +84,18 @@ def test_drawn_once_into_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "-8px-" in file.name
 
 
-def test_an_interrupted_drawing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_drawing_leaves_nothing(tmp_path: Path) -> None:
     folder = write(tmp_path / "icons", home=SQUARE, bus="<svg")
     with pytest.raises(Broken, match="material/bus"):
         Icons("train", size=8, folder=folder, cache=tmp_path / "cache")
-    assert not [file for file in (tmp_path / "cache").iterdir() if file.suffix in (".safetensors", ".part")]
+
+    def half(draft: Path) -> None:
+        draft.write_text("half a file")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        made_once(tmp_path / "cache/file", half)
+    assert all(file.suffix == ".lock" for file in (tmp_path / "cache").iterdir())
 
 
 def test_pickled_without_its_pixels(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 import json
 import pickle
-from collections.abc import Iterable
-from itertools import chain, islice
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from itertools import chain, count, islice
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contratile.data import Broken, Indexed, Loader, Stream
+from contratile.data.loader import _ahead
 from contratile.data.sample import held_out
 from tests.data.sources import PREPARE, Numbers, River
 
@@ -171,6 +174,26 @@ def test_workers_change_nothing(source: Numbers | River, workers: int) -> None:
     again.load_state_dict(loader.state_dict())
     assert rows(again, 4) == expected[5:]
     assert loader.broken + again.broken == alone.broken and alone.broken.total() > 0
+
+
+def test_reading_ahead_passes_items_and_errors_on_and_ends_when_left() -> None:
+    def torn() -> Iterator[int]:
+        yield 1
+        raise OSError("torn")
+
+    assert list(_ahead(iter(range(50)), 3)) == list(range(50))
+    items = _ahead(torn(), 3)
+    assert next(items) == 1
+    with pytest.raises(OSError, match="torn"):
+        next(items)
+    before = threading.active_count()
+    endless = _ahead(count(), 3)
+    assert list(islice(endless, 10)) == list(range(10)) and threading.active_count() == before + 1
+    del endless
+    deadline = time.monotonic() + 60
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
 
 
 def test_what_was_not_read_is_passed_over() -> None:
