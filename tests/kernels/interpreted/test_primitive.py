@@ -70,7 +70,7 @@ def test_any_workspace(kind: str, one_set: bool, workspace: int) -> None:
 @pytest.mark.parametrize("one_set", [False, True], ids=["two sets", "one set"])
 @pytest.mark.parametrize("config", [Config(32, 16, 16, 4, 2), Config(64, 16, 32, 4, 2)], ids=str)
 def test_tiles_that_are_higher_than_wide(config: Config, one_set: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_tiles, "config_for", lambda *_: config)
+    monkeypatch.setattr(triton_tiles, "config_for", lambda *_, **__: config)
     q, k = numbers(75, D, seed=1, kind="fp16"), numbers(75, D, seed=2, kind="fp16")
     rule = (ONE_SET["labels"] if one_set else TWO_SETS["labels and ids"])(75, 75)
     judge(in_kernels(rule, kind="fp16", one_set=one_set), dense(rule, one_set=one_set), q, k, SCALE, kind="fp16")
