@@ -40,8 +40,12 @@ def workspace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return int(request.param)
 
 
+# Every kind of number meets some rules always and all rules in the slow tests.
+MANY = [pytest.param(kind, marks=pytest.mark.slow if kind in ("fp16", "tf32x3") else ()) for kind in KINDS]
+
+
 @pytest.mark.parametrize("name", TWO_SETS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MANY)
 def test_two_sets(kind: str, name: str) -> None:
     q, k = numbers(N, D, seed=1, kind=kind), numbers(M, D, seed=2, kind=kind)
     rule = TWO_SETS[name](N, M)
@@ -49,7 +53,7 @@ def test_two_sets(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ONE_SET)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MANY)
 def test_one_set(kind: str, name: str) -> None:
     q, rule = numbers(M, D, seed=1, kind=kind), ONE_SET[name](M, M)
     unused = numbers(M, D, seed=2, kind=kind)
