@@ -11,6 +11,7 @@ Branches may diverge; what threads do together (barriers, shuffles, tensor cores
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -193,6 +194,7 @@ def _address(operand: str, bits: int) -> Read:
     return lambda block: base(block) + DTYPES[f"u{bits}"](offset)
 
 
+@cache
 def _kept_as(name: str) -> Any:
     kind = re.match(r"%[a-z]+", name)
     assert kind, name
@@ -201,7 +203,9 @@ def _kept_as(name: str) -> Any:
 
 def _write(name: str, value: Array, block: Block) -> None:
     """To the lanes that the instruction is for."""
-    bits = np.ascontiguousarray(np.broadcast_to(value, block.threads)).view(_kept_as(name))
+    if value.shape != (block.threads,):
+        value = np.broadcast_to(value, block.threads)
+    bits = np.ascontiguousarray(value).view(_kept_as(name))
     block.registers[name] = bits if block.mask is None else np.where(block.mask, bits, block.registers[name])
 
 

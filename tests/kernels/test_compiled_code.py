@@ -14,8 +14,8 @@ from tests.helpers import Function, assert_error, features, labels_of
 from tests.helpers import run as outcome
 from tests.kernels.ptx_emulator import emulated
 
-N, M, D = 131, 150, 72
-"""More than a tile of 128 x 128 x 64, and no multiple of anything."""
+N, M, D = 131, 150, 80
+"""More than a tile of 128 x 128 x 64. Rows are multiples of 16 bytes, as those that are copied asynchronously."""
 
 SCALE = 8.0
 
