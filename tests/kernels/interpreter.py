@@ -34,14 +34,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter as stock
 from triton.runtime.errors import InterpreterError
 
-Array = npt.NDArray[Any]
+from tests.kernels.floats import Array, from_bf16, to_bf16, to_tf32
+
 Builder = stock.InterpreterBuilder
 Handle = stock.TensorHandle
 
@@ -106,23 +106,6 @@ _order: int | None = None
 
 
 # --- numbers ------------------------------------------------------------------------------------------------------
-
-
-def from_bf16(bits: Array) -> Array:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def to_bf16(x: Array) -> Array:
-    """The bits of the nearest bf16, ties to even."""
-    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32).astype(np.uint64)
-    nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return np.where(np.isnan(x), np.uint16(0x7FC0), nearest).reshape(np.shape(x))
-
-
-def to_tf32(x: Array) -> Array:
-    """What a tensor core reads of an fp32 operand: the low 13 bits are cut off."""
-    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
-    return (bits & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def _fp32(handle: Any) -> Array:

@@ -11,6 +11,7 @@ Branches may diverge; what threads do together (barriers, shuffles, tensor cores
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from contratile.backends.triton_tiles import Launch
 from tests.kernels.ahead_of_time import compiled, recorded
-from tests.kernels.ptx_machine import Array, Block, GlobalMemory
+from tests.kernels.floats import Array, from_bf16, to_bf16
+from tests.kernels.ptx_machine import Block, GlobalMemory
 
 Act = Callable[[Block], None]
 Read = Callable[[Block], Array]
@@ -86,7 +88,7 @@ class Program:
     def run(self, block: Block) -> None:
         """From the first step to the last. Threads that went different ways: those furthest behind come first."""
         for kind, count in self.register_sizes:
-            zeros = np.zeros(block.threads, KEPT_AS[kind])
+            zeros: Array = np.zeros(block.threads, KEPT_AS[kind])
             block.registers.update({f"{kind}{i}": zeros for i in range(int(count))})
         now, places = 0, None
         while now < len(self.steps):
@@ -192,6 +194,7 @@ def _address(operand: str, bits: int) -> Read:
     return lambda block: base(block) + DTYPES[f"u{bits}"](offset)
 
 
+@cache
 def _kept_as(name: str) -> Any:
     kind = re.match(r"%[a-z]+", name)
     assert kind, name
@@ -200,7 +203,9 @@ def _kept_as(name: str) -> Any:
 
 def _write(name: str, value: Array, block: Block) -> None:
     """To the lanes that the instruction is for."""
-    bits = np.ascontiguousarray(np.broadcast_to(value, block.threads)).view(_kept_as(name))
+    if value.shape != (block.threads,):
+        value = np.broadcast_to(value, block.threads)
+    bits = np.ascontiguousarray(value).view(_kept_as(name))
     block.registers[name] = bits if block.mask is None else np.where(block.mask, bits, block.registers[name])
 
 
@@ -322,11 +327,12 @@ def _matrices(parts: list[str], operands: list[str]) -> Act:
 
 def _multiply(parts: list[str], operands: list[str]) -> Act:
     names = _names(operands[0])
-    a, b, c = ([_read(name, "b32") for name in _names(operand)] for operand in operands[1:])
+    fragments = [[_read(name, "b32") for name in _names(operand)] for operand in operands[1:]]
     (kind,) = {part for part in parts if part in ("tf32", "bf16", "f16")}
 
     def multiply(block: Block) -> None:
-        found = block.multiply(*([x(block) for x in fragment] for fragment in (a, b, c)), kind)
+        a, b, c = ([x(block) for x in fragment] for fragment in fragments)
+        found = block.multiply(a, b, c, kind)
         for name, value in zip(names, found, strict=True):
             _write(name, value, block)
 
@@ -430,18 +436,12 @@ def _cvt(parts: list[str], operands: list[str]) -> Read:
         bits = _read(operands[1], "b32")
         return lambda block: (bits(block) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
     if target == "bf16":
-        return lambda block: _to_bf16(value(block))
+        return lambda block: to_bf16(value(block))
     if source == "bf16":
-        return lambda block: (value(block).astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return lambda block: from_bf16(value(block))
     rounding = {"rmi": np.floor, "rpi": np.ceil, "rzi": np.trunc, "rni": np.rint}
     before = next((rounding[part] for part in parts if part in rounding), lambda x: x)
     return lambda block: before(value(block)).astype(DTYPES[target])
-
-
-def _to_bf16(x: Array) -> Array:
-    bits = x.view(np.uint32).astype(np.uint64)
-    nearest = ((bits + 0x7FFF + ((bits >> np.uint64(16)) & np.uint64(1))) >> np.uint64(16)).astype(np.uint16)
-    return np.where(np.isnan(x), np.uint16(0x7FFF), nearest)
 
 
 def _shift(left: bool) -> Callable[..., Read]:
@@ -454,8 +454,8 @@ def _shift(left: bool) -> Callable[..., Read]:
             amount = by(block)
             if left or kind[0] != "s":  # by as much as there are bits, or more, nothing is left
                 moved = (np.left_shift if left else np.right_shift)(x(block), (amount % bits).astype(DTYPES[kind]))
-                return np.where(amount >= bits, DTYPES[kind](0), moved)
-            return np.right_shift(x(block), np.minimum(amount, bits - 1).astype(DTYPES[kind]))
+                return np.asarray(np.where(amount >= bits, DTYPES[kind](0), moved))
+            return np.asarray(np.right_shift(x(block), np.minimum(amount, bits - 1).astype(DTYPES[kind])))
 
         return value
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Array = npt.NDArray[Any]
+from tests.kernels.floats import Array, from_bf16, to_tf32
+
 WARP = 32
 NAN = 0x7FC0
 """As bf16 and fp16, and twice as fp32."""
@@ -39,7 +39,7 @@ class GlobalMemory:
             key = tensor.untyped_storage().data_ptr()
             if key not in self.places:
                 self.places[key] = used
-                content = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+                content = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
                 self.storages.append((used, content))
                 size = -(-len(content) // 256) * 256 + self.GAP
                 valid.append(torch.zeros(size, dtype=torch.bool))
@@ -56,7 +56,7 @@ class GlobalMemory:
 
     def address(self, tensor: Tensor) -> int:
         place = self.places[tensor.untyped_storage().data_ptr()]
-        return self.START + place + tensor.storage_offset() * tensor.element_size()
+        return self.START + place + int(tensor.storage_offset()) * tensor.element_size()
 
     def at(self, addresses: Array, size: int) -> Array:
         """The bytes of accesses of `size` bytes, [lanes, size]."""
@@ -251,8 +251,8 @@ class Block:
 def _unpack(register: Array, kind: str) -> list[Array]:
     """The numbers in a 32-bit register of an operand."""
     if kind == "tf32":  # tensor cores do not read the low bits
-        return [(register & np.uint32(0xFFFFE000)).view(np.float32)]
+        return [to_tf32(register.view(np.float32))]
     halves = [(register & np.uint32(0xFFFF)).astype(np.uint16), (register >> np.uint32(16)).astype(np.uint16)]
     if kind == "f16":
         return [half.view(np.float16).astype(np.float32) for half in halves]
-    return [(half.astype(np.uint32) << np.uint32(16)).view(np.float32) for half in halves]
+    return [from_bf16(half) for half in halves]

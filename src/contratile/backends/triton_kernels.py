@@ -101,7 +101,7 @@ def sigmoid(x):
     return tl.where(x >= 0, 1.0, e) / (1 + e)
 
 
-@triton.jit(do_not_specialize=["M", "N", "D", "first", "span", "part_rows"])
+@triton.jit(do_not_specialize=["M", "N", "first", "span", "part_rows"])
 def forward_tiles(
     query,  # [N, D]
     key,  # [M, D]
@@ -249,7 +249,7 @@ def merge_parts(
         tl.store(level + at, top, mask=there)
 
 
-@triton.jit(do_not_specialize=["D", "first_row", "rows_end", "first_col", "cols_end"])
+@triton.jit(do_not_specialize=["first_row", "rows_end", "first_col", "cols_end"])
 def gradient_tiles(
     query,  # [N, D]
     key,  # [M, D]

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from contratile import functional, reference
-from contratile.backends import registry
+from contratile.backends import Backend, registry
 from contratile.bench.harness import Notify, environment
 
 SCALE = 10.0
 ROUNDS = 3
-BACKENDS = ("dense", "torch", "triton")
+BACKENDS: tuple[Backend, ...] = ("dense", "torch", "triton")
 REPORT = "Please report it with the output of `contratile doctor --json`; until then pass backend='torch'."
 
 Case = Callable[..., Tensor]
@@ -139,14 +139,14 @@ def examine(devices: Sequence[torch.device], *, quick: bool = False, notify: Not
     return found
 
 
-def state_of(device: torch.device, backend: str) -> State:
+def state_of(device: torch.device, backend: Backend) -> State:
     """Try it."""
     reason = registry.unavailable(device) if backend == "triton" else None
     if reason is not None:
         return State(str(device), backend, False, reason)
     q, k, s = (x.requires_grad_() for x in features(8, 8, torch.float32, device))
     try:
-        functional.clip_loss(q, k, s, group=None, backend=backend).backward()  # type: ignore[arg-type, no-untyped-call]
+        functional.clip_loss(q, k, s, group=None, backend=backend).backward()  # type: ignore[no-untyped-call]
     except Exception as error:  # whatever it is, it is what a user would meet
         return State(str(device), backend, False, _raised(error))
     return State(str(device), backend, True, "")
@@ -197,7 +197,7 @@ def _errors(got: Sequence[Tensor], exact: Sequence[Tensor]) -> tuple[float, floa
     return errors[0], max(errors[1:])
 
 
-def timings(device: torch.device, backends: Sequence[str], quick: bool) -> list[Timing]:
+def timings(device: torch.device, backends: Sequence[Backend], quick: bool) -> list[Timing]:
     """Backends take turns."""
     if device.type == "cpu":
         (n, d), dtype = ((1024, 128) if quick else (4096, 256)), torch.float32
@@ -223,11 +223,11 @@ def timings(device: torch.device, backends: Sequence[str], quick: bool) -> list[
     ]
 
 
-def _seconds(device: torch.device, backend: str, inputs: Sequence[Tensor]) -> float:
+def _seconds(device: torch.device, backend: Backend, inputs: Sequence[Tensor]) -> float:
     synchronize = getattr(torch, device.type).synchronize if device.type != "cpu" else lambda: None
     synchronize()
     start = time.perf_counter()
-    torch.autograd.grad(functional.clip_loss(*inputs, group=None, backend=backend), inputs)  # type: ignore[call-overload]
+    torch.autograd.grad(functional.clip_loss(*inputs, group=None, backend=backend), inputs)
     synchronize()
     return time.perf_counter() - start
 
