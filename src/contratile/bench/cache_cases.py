@@ -140,7 +140,7 @@ class SentenceTransformers(Step):
 
         model: Any = SentenceModel(self.problem.encoder)
         self.loss: Any = CachedMultipleNegativesRankingLoss(model, SCALE, mini_batch_size=self.problem.chunk)
-        self.loss.calculate_loss = self.timed(self.loss.calculate_loss)
+        self.loss.calculate_loss = self.timed(self.loss.calculate_loss)  # type: ignore[method-assign]
 
     def run(self) -> Tensor:
         loss: Tensor = self.loss([{"input_ids": x} for x in self.problem.sides], None)
