@@ -105,10 +105,10 @@ def test_example_sentence_transformers_cached() -> None:
 
 def test_example_huge_batch() -> None:
     """Four times the batch in the memory of one chunk; plain training would need four times as much."""
-    output = run(sys.executable, "examples/huge_batch.py", "--batches", "256", "1024", "--chunk", "32", "--steps", "4")
+    output = run(sys.executable, "examples/huge_batch.py", "--batches", "128", "512", "--chunk", "32", "--steps", "3")
     (small, large) = (float(mib) for mib in re.findall(r"peak (\S+) MiB", output))
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+),", output, re.MULTILINE)]
-    assert large < 2 * small and len(losses) == 4 and losses[-1] < losses[0]
+    assert large < 2 * small and len(losses) == 3 and losses[-1] < losses[0]
 
 
 @pytest.mark.peers
