@@ -31,7 +31,8 @@ COLUMNS = (
 EMPTY = "`-`"
 PAGE = """# What the kernels use
 
-Compiled ahead of time for D = {d} ({versions}) by `make kernels`. **Nothing here was run or timed on a GPU.**
+Compiled ahead of time for D = {d}, N = 4096 ({versions}) by `make kernels`.
+**Nothing here was run or timed on a GPU.**
 
 Registers are a thread's. Spills are bytes that a thread stores and loads because registers ran out. Shared memory is a
 block's, beside what a block may have; on sm_100 with columns of tensor memory, of which there are 512. Tensor-core
@@ -89,8 +90,8 @@ def rows(launches: Iterable[tuple[str, str, Launch]], target: Target, notify: Ca
         shape = f"{launch.options['num_warps']}, {launch.options['num_stages']}"
         try:
             found = report(launch, target)
-        except Exception as error:  # what a target cannot compile is a row too
-            reason = str(error).strip().splitlines()[0]
+        except Exception as error:  # what does not compile for a target is a row too
+            reason = str(error).strip().splitlines()[0].rsplit(": ", 1)[-1]
             cells = [name_of(target), name, features, tile, shape, f"does not compile: {reason}", *[EMPTY] * 5]
         else:
             cells = [name_of(target), name, features, tile, shape, *_cells(found)]
