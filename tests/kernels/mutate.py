@@ -145,7 +145,7 @@ def judge(mutation: Mutation) -> Verdict:
     seconds = time.monotonic() - start
     if done.returncode == 0:
         return Verdict(None, seconds)
-    found = re.search(r"^(?:FAILED|ERROR) \S*?::(\S+)", done.stdout, re.MULTILINE)
+    found = re.search(r"^(?:FAILED|ERROR) \S*?::(.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
     assert done.returncode == 1 and found, done.stdout + done.stderr  # a battery that does not start catches nothing
     return Verdict(found[1], seconds)
 
