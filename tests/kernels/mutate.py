@@ -69,7 +69,7 @@ MUTATIONS = [
              "one_set and ieee"),
     Mutation("positives of equal id excluded", KERNELS, "same = same & ~positive", "same = same & same"),
     Mutation("TF32 cut instead of rounded", KERNELS, "bits + 0x1000", "bits + 0",
-             "tf32"),
+             "rounded_operands or biased"),
     Mutation("NaN rounded to a number", KERNELS, "tl.where(x == x, rounded, x)", "rounded",
              "nan"),
     Mutation("softplus without its series", KERNELS, "tl.where(e < 0.0625, series,", "tl.where(e < 0.0, series,",
@@ -87,7 +87,7 @@ MUTATIONS = [
              "two_sets or one_set or ragged"),
     Mutation("gradients not near 1", HOST,
              "largest.frexp().exponent - (13 if fp16 else 1)", "largest.frexp().exponent * 0",
-             "upstream or fp16"),
+             "upstream or small_weights"),
     Mutation("first product added to old memory", HOST, "first=number == 0", "first=False"),
     Mutation("diagonal chunk counted twice in the scale", HOST, "share = 0.5 if", "share = 1.0 if",
              "one_set and ieee"),
@@ -145,7 +145,7 @@ def judge(mutation: Mutation) -> Verdict:
     seconds = time.monotonic() - start
     if done.returncode == 0:
         return Verdict(None, seconds)
-    found = re.search(r"^(?:FAILED|ERROR) \S*?::(\S+)", done.stdout, re.MULTILINE)
+    found = re.search(r"^(?:FAILED|ERROR) \S*?::(.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
     assert done.returncode == 1 and found, done.stdout + done.stderr  # a battery that does not start catches nothing
     return Verdict(found[1], seconds)
 

@@ -31,7 +31,8 @@ COLUMNS = (
 EMPTY = "`-`"
 PAGE = """# What the kernels use
 
-Compiled ahead of time for D = {d} ({versions}) by `make kernels`. **Nothing here was run or timed on a GPU.**
+Compiled ahead of time for D = {d}, N = 4096 ({versions}) by `make kernels`.
+**Nothing here was run or timed on a GPU.**
 
 Registers are a thread's. Spills are bytes that a thread stores and loads because registers ran out. Shared memory is a
 block's, beside what a block may have; on sm_100 with columns of tensor memory, of which there are 512. Tensor-core
@@ -84,17 +85,20 @@ def theirs() -> Iterable[tuple[str, str, Launch]]:
 
 def rows(launches: Iterable[tuple[str, str, Launch]], target: Target, notify: Callable[[str], None]) -> Iterable[str]:
     for features, tile, launch in launches:
-        name = launch.kernel.fn.__name__
-        notify(f"{name_of(target)} {name} {features}")
-        shape = f"{launch.options['num_warps']}, {launch.options['num_stages']}"
+        start = row_start(target, features, tile, launch)
+        notify(start)
         try:
-            found = report(launch, target)
-        except Exception as error:  # what a target cannot compile is a row too
-            reason = str(error).strip().splitlines()[0]
-            cells = [name_of(target), name, features, tile, shape, f"does not compile: {reason}", *[EMPTY] * 5]
-        else:
-            cells = [name_of(target), name, features, tile, shape, *_cells(found)]
-        yield _row(cells)
+            cells = _cells(report(launch, target))
+        except Exception as error:  # what does not compile for a target is a row too
+            reason = str(error).strip().splitlines()[0].rsplit(": ", 1)[-1]
+            cells = [f"does not compile: {reason}", *[EMPTY] * 5]
+        yield start + _row(cells)[1:]
+
+
+def row_start(target: Target, features: str, tile: str, launch: Launch) -> str:
+    """What is launched; what it uses follows."""
+    warps, stages = (launch.options[name] for name in ("num_warps", "num_stages"))
+    return _row([name_of(target), launch.kernel.fn.__name__, features, tile, f"{warps}, {stages}"])
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ import torch
 
 from contratile.backends.triton_configs import TABLE
 from contratile.backends.triton_tiles import RULES, sample_launches
+from tests.kernels import resources
 from tests.kernels.ahead_of_time import TARGETS, Report, Target, name_of, report
 
 MMA: dict[Target, str] = {
@@ -18,6 +19,16 @@ MULTIPLIES = ("forward_tiles", "gradient_tiles")
 
 def test_targets_are_those_of_the_launch_table() -> None:
     assert set(TARGETS) == set(TABLE)
+
+
+def test_recorded_table_is_of_this_launch_table() -> None:
+    """`make kernels` writes it."""
+    recorded = resources.OUT.read_text()
+    for target in TARGETS:
+        for features, tile, launch in resources.ours(target):
+            start = resources.row_start(target, features, tile, launch)
+            (row,) = (line for line in recorded.splitlines() if line.startswith(start))
+            assert "| 0 B |" in row
 
 
 def kinds(target: Target) -> list[tuple[torch.dtype, str]]:

@@ -3,6 +3,9 @@
 Kernels are compiled here, not interpreted: on a machine without a GPU they cannot be built, which is one of the cases.
 """
 
+import os
+import re
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -135,6 +138,26 @@ def test_asking_for_kernels_on_a_cpu_is_refused(loss: str) -> None:
     numbers = (1.0, -1.0) if loss == "siglip_loss" else (1.0,)
     with pytest.raises(ValueError, match=r"backend='triton': expected a device .*, got CPU tensors, without"):
         getattr(ct, loss)(x, x, *numbers, backend="triton")
+
+
+def test_anyone_can_interpret_kernels() -> None:
+    """With Triton as it is: the example of the documentation, and bfloat16, which that interpreter gets wrong."""
+    found = re.search(r"python -c \"\n(.*?)\"", DOCS.read_text(), re.DOTALL)
+    assert found
+    code = f"""{found[1]}
+x = x.bfloat16().requires_grad_()
+try:
+    ct.clip_loss(x, x, backend="triton")
+except ValueError as error:
+    print(error)
+"""
+    words = [sys.executable, "-W", "ignore", "-c", code]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    losses = [float(x) for x in re.findall(r"tensor\(([\d.]+)\)", done.stdout)]
+    assert len(losses) == 2 and losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert "which multiplies bfloat16 wrongly. Check with float32 or float16" in done.stdout
 
 
 @pytest.mark.parametrize("step", ["forward", "backward"])

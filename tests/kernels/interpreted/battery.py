@@ -26,7 +26,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WRITTEN = {"bf16": 2.0**-8, "fp16": 2.0**-11, "tf32": 2.0**-11, "tf32x3": 0.0, "ieee": 0.0}
 """The largest relative error of g in the workspace."""
 
-WORKSPACES = [1200, 8192, 64 << 20]
+WORKSPACES = [800, 8192, 64 << 20]
 """Room for few row blocks and one tile, for several, and for everything."""
 
 

@@ -1,0 +1,18 @@
+"""`contratile doctor` examines the kernels too where Triton interprets."""
+
+import json
+
+import pytest
+
+from contratile.cli import main
+
+
+def test_doctor_checks_the_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    """By Triton's interpreter as it is, which knows no bf16."""
+    assert main(["doctor", "--quick", "--json", "--device", "cpu"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = [row for row in found["accuracy"] if row["backend"] == "triton"]
+    assert {row["dtype"] for row in rows} == {"float32", "float16"} and len({row["loss"] for row in rows}) == 5
+    assert all(row["ok"] for row in rows)
+    (timing,) = (row for row in found["timing"] if row["backend"] == "triton")
+    assert timing["seconds"] is None and "interpreted" in timing["note"]
