@@ -41,7 +41,7 @@ def small(table: Path, out: Path, **changes: Any) -> TrainConfig:
             "run": {"out": str(out), "batch": 32, "chunk": 10, "steps": 6, "cpu": True, "tensorboard": False},
             "data": {"data": str(table), "test_share": 0.2},
             "towers": {"width": 32, "depth": 1, "pixels": 16, "words": 8},
-            "optim": {"lr": 3e-3, "warmup": 2},
+            "optim": {"lr": 3e-3, "warmup": 10},
         },
         TrainConfig(),
         where="test",
