@@ -87,7 +87,7 @@ def test_other_chunks_train_the_same(table: Path, tmp_path: Path) -> None:
 
 def test_dense_and_tiled_train_the_same(table: Path, tmp_path: Path) -> None:
     for backend in ("dense", "torch"):
-        Trainer(small(table, tmp_path / backend, backend=backend, steps=50)).run()
+        Trainer(small(table, tmp_path / backend, backend=backend, steps=50, lr=5e-4, eval_every=50)).run()
     a, b = (torch.tensor(losses(tmp_path / backend)) for backend in ("dense", "torch"))
     assert (a - b).abs().max() < 1e-4
 
