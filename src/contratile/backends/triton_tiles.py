@@ -97,7 +97,8 @@ class Call(NamedTuple):
 
     @property
     def config(self) -> Config:
-        crowded = self.scores.k is None or self.scores.rule.query_ids is not None
+        softplus = self.task.reduce == "softplus"
+        crowded = self.scores.k is None or self.scores.rule.query_ids is not None or softplus
         return config_for(self.device.arch, self.scores.q.shape[1], self.kind, self.task.tile or None, crowded=crowded)
 
     def arguments(self) -> dict[str, Any]:

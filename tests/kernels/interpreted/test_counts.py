@@ -34,6 +34,7 @@ def test_bytes_are_those_of_the_formula(
     scale = torch.tensor(5.0, requires_grad=True)
     config = config_for(80, d, kind_of(80, dtype_of(kind), "ieee"), tile=16)
     step = Step(n, d, q.dtype.itemsize, config, processors=1, workspace=workspace)
+    ct.clip_loss(q, k, scale, **HOW)  # the first call of all tries the backend out
     with launches() as seen:
         loss = ct.clip_loss(q, k, scale, **HOW)
         assert (seen.loaded, seen.stored) == step.forward()
