@@ -184,13 +184,9 @@ def cross_entropies(
     if options.hard_negatives is not None:
         rows = rows.join(_hard(query, scale, pos.detach(), options, unit, sums), unit)
     columns = _tally("col", results, spared, pos) if cols else None
-    sides = [rows] if columns is None else [rows, columns]
-    losses = rows.lse if columns is None else rows.lse + columns.lse
     e = options.label_smoothing
-    for side in sides if e else ():
-        assert side.total is not None and side.number is not None
-        losses = losses - e * side.total / side.number
-    losses = torch.sub(losses, pos, alpha=len(sides) * (1 - e))
+    # Each side less the positive first: near the end of training both are almost equal, and the difference is exact.
+    losses = _loss(rows, pos, e) if columns is None else _loss(rows, pos, e) + _loss(columns, pos, e)
     return Losses(losses, unit, batch_stats(rows, columns, pos, unit, engine) if options.return_stats else None)
 
 
@@ -256,6 +252,13 @@ def _hard(query: Tensor, scale: Tensor | float, pos: Tensor, options: Options, u
     # A finite floor, not -inf: a query whose every negative is masked has a gradient of 0 here, not NaN.
     floor = torch.finfo(scores.dtype).min / 2
     return Tally((torch.where(counts, scores, floor) * unit).logsumexp(1) / unit, total, count, higher)
+
+
+def _loss(side: Tally, pos: Tensor, e: float) -> Tensor:
+    if e == 0:
+        return side.lse - pos
+    assert side.total is not None and side.number is not None
+    return side.lse - (1 - e) * pos - e * side.total / side.number
 
 
 def batch_stats(rows: Tally, cols: Tally | None, pos: Tensor, unit: float, engine: Engine) -> BatchStats:

@@ -7,8 +7,15 @@ from importlib.util import find_spec
 
 def missing(command: str, packages: Sequence[str], extra: str) -> bool:
     """Say what to install if an extra is not there."""
-    absent = [name for name in packages if find_spec(name) is None]
+    absent = [name for name in packages if not _there(name)]
     if absent:
         remedy = f'pip install "contratile[{extra}]"'
         print(f"contratile {command}: needs {', '.join(absent)}; install with: {remedy}", file=sys.stderr)
     return bool(absent)
+
+
+def _there(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):  # hidden, or half imported
+        return False
