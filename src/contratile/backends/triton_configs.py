@@ -60,9 +60,9 @@ def kind_of(arch: Arch, dtype: torch.dtype, precision: str) -> str:
 def config_for(arch: Arch, d: int, kind: str, tile: int | None = None, *, crowded: bool = False) -> Config:
     """The table's entry; `tile` forces the height and width of a tile, rounded down to a power of two.
 
-    A task that keeps more of a tile in registers (`crowded`: ids, symmetric scores, softplus) takes half the width;
-    features that cannot be read 16 bytes at a time take half of everything. Both get eight warps. Short features are
-    summed in two steps at least, as there is nothing to overlap in one.
+    A task that keeps more of a tile in registers (`crowded`: ids, symmetric scores, softplus) takes half the width and,
+    without tensor cores, half the height; features that cannot be read 16 bytes at a time take half of everything. Short
+    features are summed in two steps at least, as there is nothing to overlap in one.
     """
     config = TABLE[arch][kind]
     uneven = d % 16 != 0
@@ -70,9 +70,9 @@ def config_for(arch: Arch, d: int, kind: str, tile: int | None = None, *, crowde
         side = min(128, max(16, 1 << (tile.bit_length() - 1)))
         config = config._replace(m=side, n=side)
     elif uneven:
-        config = config._replace(m=config.m // 2, n=config.n // 2, d=config.d // 2, warps=8)
+        config = config._replace(m=config.m // 2, n=config.n // 2, d=config.d // 2)
     elif crowded:
-        config = config._replace(n=config.n // 2, warps=8)
+        config = config._replace(m=config.m // 2 if kind == "ieee" else config.m, n=config.n // 2)
     return config._replace(d=max(16, min(config.d, 1 << max(0, d.bit_length() - 2))))
 
 
