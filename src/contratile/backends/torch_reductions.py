@@ -184,9 +184,8 @@ class Direction:
     """What the backward pass knows of the rows (or columns): their log-sum-exps and the gradients of those."""
 
     def __init__(self, lse2: Tensor, grad: Tensor, limit: Tensor | None = None) -> None:
-        # A row without any pair has lse2 = -inf; the finite floor keeps -inf - (-inf) out of the tiles.
-        self.lse2 = lse2.clamp(min=lowest(lse2.dtype))
-        self.grad, self.limit = grad, limit
+        """No log-sum-exp may be -inf: -inf - (-inf) must stay out of the tiles."""
+        self.lse2, self.grad, self.limit = lse2, grad, limit
         self._bounds: dict[tuple[int, int], tuple[float, float]] = {}
         self._weights: tuple[float, Tensor] | None = None
 
@@ -206,6 +205,11 @@ class Direction:
         return self._weights[1]
 
 
+def _at(x: Tensor, labels: Tensor) -> Tensor:
+    """x[labels], at half the cost for few."""
+    return x.index_select(0, labels)
+
+
 class LseWeights:
     """g = sum over sides of grad * exp2(s - lse2).
 
@@ -223,7 +227,7 @@ class LseWeights:
             other = row if mirrored else col
             self._both = self._own
             if other is not None:
-                self._both = torch.addcmul(self._own, other.grad[labels], (pos - other.lse2[labels]).exp2_())
+                self._both = torch.addcmul(self._own, _at(other.grad, labels), (pos - _at(other.lse2, labels)).exp2_())
 
     def positive(self, rows: slice, *, both: bool) -> Tensor:
         return part(self._both if both else self._own, rows)
@@ -287,7 +291,7 @@ class SoftplusWeights:
         """The gradients of the sums; `labels` and `pos` lead to the rows' positives."""
         self.row, self.col = row, col
         if labels is not None and pos is not None:
-            self._own = (-pos).sigmoid_().mul_(row if col is None else row + col[labels]).neg_()
+            self._own = (-pos).sigmoid_().mul_(row if col is None else row + _at(col, labels)).neg_()
 
     def weigh(self, s_RC: Tensor, g_RC: Tensor, spare_RC: Tensor, tile: Tile) -> None:
         grad = part(self.row, tile.rows).unsqueeze(1)

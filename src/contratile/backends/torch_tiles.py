@@ -154,13 +154,17 @@ def _weights(scores: Scores, task: Task, given: Given) -> Weights:
     if task.reduce == "softplus":
         row = alpha.new_zeros(scores.plan.n) if given.row is None else given.row.grad
         return SoftplusWeights(row, None if given.col is None else given.col.grad, labels=labels, pos=pos)
-    sides = (None if side is None else _direction(side, alpha, task) for side in (given.row, given.col))
+    sides = (None if side is None else _direction(side, scores, task) for side in (given.row, given.col))
     return LseWeights(*sides, labels=labels, pos=pos, mirrored=scores.k is None)
 
 
-def _direction(side: Side, alpha: Tensor, task: Task) -> Direction:
-    assert side.lse is not None
-    return Direction(side.lse, side.grad, _limit(side.level, alpha, task))
+def _direction(side: Side, scores: Scores, task: Task) -> Direction:
+    lse = side.lse
+    assert lse is not None
+    # Where pairs are left out, a row may have lost them all: a finite floor stands for its -inf.
+    if task.exclude_self or task.filters or scores.rule.query_ids is not None:
+        lse = lse.clamp(min=lowest(lse.dtype))
+    return Direction(lse, side.grad, _limit(side.level, scores.alpha, task))
 
 
 class Workspace:

@@ -61,8 +61,8 @@ def config_for(arch: Arch, d: int, kind: str, tile: int | None = None, *, crowde
     """The table's entry; `tile` forces the height and width of a tile, rounded down to a power of two.
 
     A task that keeps more of a tile in registers (`crowded`: ids, symmetric scores, softplus) takes half the width and,
-    without tensor cores, half the height; features that cannot be read 16 bytes at a time take half of everything. Short
-    features are summed in two steps at least, as there is nothing to overlap in one.
+    without tensor cores, half the height; features that cannot be read 16 bytes at a time take half of everything.
+    Short features are summed in two steps at least, as there is nothing to overlap in one.
     """
     config = TABLE[arch][kind]
     uneven = d % 16 != 0
