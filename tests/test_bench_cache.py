@@ -3,7 +3,6 @@
 import csv
 import json
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from contratile.bench.plots import draw
 from contratile.bench.rows import CacheRow, Recording, load, save
 from contratile.cli import main
 from tests.towers import gap
-
-MODULES = {"grad_cache": "gradcache", "sentence_transformers": "sentence_transformers"}
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +70,6 @@ def test_plots_take_gaps(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CONTESTANTS)
 def test_contestants_agree(name: str) -> None:
     """With dropout those that work in chunks, in whose order they all draw; without it plain training as well."""
-    if name in MODULES and not find_spec(MODULES[name]):
-        pytest.skip(f"{name} is not installed")
     found = []
     for contestant in (name, "contratile"):
         problem = Problem(11, 4, width=32, layers=1, dropout=0.0 if name == "plain" else 0.1)
