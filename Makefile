@@ -1,4 +1,4 @@
-# make test   everything that gates: lint, types, tests        make demo   the benchmark at a small size, with pictures
+# make test   everything that gates: lint, types, tests        make demo   train on built-in icons, five minutes
 # make test-all   the slow tests too                           make bench  the benchmark of README (about an hour)
 # make docs   the documentation as a site in site/             make kernels   what kernels use of each GPU, compiled here
 # make clean  remove what the others made
@@ -25,7 +25,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 demo: $(READY)
-	$(BIN)/contratile bench loss --quick --out out/demo
+	$(BIN)/contratile train --config recipes/icons.toml --out out/demo
 
 bench: $(READY)
 	$(BIN)/contratile bench loss --out out/bench
