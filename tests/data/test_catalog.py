@@ -40,6 +40,7 @@ def test_forms(name: str, form: str) -> None:
         ({"test_share": 1.0}, r"test_share: expected a share from 0 to below 1, got 1.0"),
         ({"test_share": float("nan")}, r"test_share: expected a share"),
         ({"broken_limit": -1}, r"broken_limit: expected 0 or more, got -1"),
+        ({"limit": -1}, r"limit: expected at least 0, got -1"),
         ({"image_size": 0}, r"image_size: expected at least 1, got 0"),
         ({"workers": -1}, r"workers: expected at least 0, got -1"),
         ({"left_kind": "sound"}, r"left_kind: expected one of 'auto', 'image', 'text', got 'sound'"),

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from contratile.data import shards, tables
 from contratile.data.columns import LeftKind
 from contratile.data.loader import BROKEN_LIMIT
+from contratile.data.rows import Rows, chosen
 from contratile.data.sample import Indexed, Split, Stream
 from contratile.errors import bad_value, check_choice, check_count
 
@@ -43,6 +44,9 @@ class DataConfig:
     test_share: float = 0.1
     """Share of the pairs that is held out, by hash, where the data has no test split of its own."""
 
+    limit: int = 0
+    """Train on so many pairs at most, a random choice that is always the same; 0: on all."""
+
     image_size: int = 32
     """Icons are drawn at this size, in pixels."""
 
@@ -69,6 +73,7 @@ class DataConfig:
         if not self.broken_limit >= 0:
             remedy = "0.01 is one in a hundred, 500 that many, 0 none at all."
             bad_value("broken_limit", expected="0 or more", got=self.broken_limit, remedy=remedy)
+        check_count("limit", self.limit, least=0)
         check_count("image_size", self.image_size, least=1)
         check_count("workers", self.workers, least=0)
         check_choice("left_kind", self.left_kind, ("auto", "image", "text"))
@@ -83,6 +88,12 @@ def open_source(config: DataConfig, split: Split) -> Indexed | Stream:
     if isinstance(source, Indexed) and len(source) == 0:
         remedy = "Change the share that is held out (--test-share), or give --test-data."
         bad_value(f"{split} split of {name}", expected="at least one pair", got="none", remedy=remedy)
+    if split == "train" and config.limit:
+        if not isinstance(source, Indexed):
+            remedy = "Name fewer shards, or set --steps."
+            bad_value("limit", expected="data with a length", got=name, remedy=remedy)
+        if config.limit < len(source):
+            return Rows(source, chosen(len(source), config.limit))
     return source
 
 

@@ -16,9 +16,14 @@ import torch
 from torch import Tensor
 
 from contratile.data.loader import Loader
-from contratile.data.sample import Indexed, Source
+from contratile.data.rows import Rows
+from contratile.data.sample import Broken, Indexed, Source
 from contratile.train.evaluate import to_device
 from contratile.train.towers import Tower
+
+
+CHUNK = 256
+"""Samples at a time, at most: larger ones are no faster where nothing is kept for a backward pass."""
 
 
 def kept_outputs(
@@ -50,15 +55,32 @@ def _encode(tower: Tower, source: Indexed, side: str, chunk: int, notify: Callab
     device = next(tower.parameters()).device
     outputs: Tensor | None = None
     prepare = (tower.prepare, _nothing) if side == "left" else (_nothing, tower.prepare)
-    for part in Loader.ordered(source, prepare, chunk=chunk):
+    order, done = encoding_order(source, side), 0
+    for part in Loader.ordered(Rows(source, order), prepare, chunk=min(chunk, CHUNK)):
         inputs = part.left if side == "left" else part.right
         found = tower.backbone(to_device(inputs, device)).float().cpu()
         if outputs is None:
             outputs = found.new_zeros(len(source), found.shape[1])
-        outputs[part.index] = found
-        notify(f"{side} features: {int(part.index[-1]) + 1} of {len(source)}")
+        outputs[[order[row] for row in part.index.tolist()]] = found
+        done += len(found)
+        notify(f"{side} features: {done:,} of {len(source):,}")
     assert outputs is not None, "a source without samples was refused before"
     return outputs
+
+
+def encoding_order(source: Indexed, side: str) -> list[int]:
+    """Short texts first, so that a chunk is not padded to the longest of all; others as they come."""
+    order = list(range(len(source)))
+    if source.kinds == ("text", "text"):
+        order.sort(key=lambda row: _length(source, row, side))
+    return order
+
+
+def _length(source: Indexed, row: int, side: str) -> int:
+    try:
+        return len(getattr(source[row], side))
+    except Broken:
+        return 0
 
 
 def _nothing(samples: list[object]) -> None:

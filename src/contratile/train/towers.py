@@ -28,7 +28,7 @@ from contratile.errors import bad_value
 from contratile.train.backbones import MAKERS, Part
 
 Lock = Literal["none", "image", "text", "left", "right", "both"]
-Head = Literal["none", "linear", "mlp"]
+Head = Literal["none", "linear", "mlp", "residual"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class TowerConfig:
     """The side whose backbone stays as it is (LiT: image, which is left). Its outputs are computed once and kept."""
 
     head: Head = "none"
-    """Trainable layers on top of each backbone."""
+    """Trainable layers on top of each backbone; residual: added to its features, at the start nothing is."""
 
     dim: int = 0
     """Features that a head gives; 0: as many as the backbone."""
@@ -117,7 +117,27 @@ class Tower(nn.Module):
             self.head = nn.Linear(self.width, width, bias=False)
         elif kind == "mlp":
             self.head = nn.Sequential(nn.Linear(self.width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        elif kind == "residual":
+            if width != self.width:
+                remedy = "Drop --dim, or use --head mlp."
+                bad_value("dim", expected=f"the backbone's {self.width} with --head residual", got=width, remedy=remedy)
+            self.head = Residual(width)
         self.width = width
+
+
+class Residual(nn.Module):
+    """x + mlp(x), where the mlp gives zeros before training: it starts from what the backbone can do."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        last = self.mlp[-1]
+        assert isinstance(last, nn.Linear)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(x)  # type: ignore[no-any-return]  # torch leaves modules' calls unannotated
 
 
 class Finish(nn.Module):
