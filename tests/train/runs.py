@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw
+from torch import Tensor
 
+from contratile.train import checkpoint
 from contratile.train.config import SECTIONS, TrainConfig, from_dict
+from contratile.train.track import history
 
 COLOURS = ("red", "green", "blue", "black", "orange", "purple", "brown", "gray")
 SHAPES = ("ellipse", "rectangle", "line", "arc")
@@ -50,3 +53,16 @@ def small(table: Path, out: Path, **changes: Any) -> TrainConfig:
         (section,) = (s for s in SECTIONS if hasattr(getattr(config, s), name))
         config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
     return config
+
+
+def weights(run: Path) -> dict[str, Tensor]:
+    """Of the last checkpoint."""
+    folder = checkpoint.latest(run)
+    assert folder is not None
+    model: dict[str, Tensor] = checkpoint.load(folder)[0]["model"]
+    return model
+
+
+def losses(run: Path) -> list[float]:
+    """Of every step."""
+    return [entry["loss"] for entry in history(run) if "loss" in entry]

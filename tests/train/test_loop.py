@@ -18,23 +18,12 @@ from contratile.train import checkpoint
 from contratile.train.config import to_toml
 from contratile.train.loop import Trainer
 from contratile.train.track import history
-from tests.train.runs import shapes, small
+from tests.train.runs import losses, shapes, small, weights
 
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shapes(tmp_path_factory.mktemp("shapes"))
-
-
-def weights(run: Path) -> dict[str, Tensor]:
-    folder = checkpoint.latest(run)
-    assert folder is not None
-    model: dict[str, Tensor] = checkpoint.load(folder)[0]["model"]
-    return model
-
-
-def losses(run: Path) -> list[float]:
-    return [entry["loss"] for entry in history(run) if "loss" in entry]
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

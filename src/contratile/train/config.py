@@ -75,6 +75,9 @@ class RunConfig:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Of the encoders; the loss accumulates in fp32."""
 
+    fsdp: bool = False
+    """Share weights, gradients and optimiser state out over the processes (FSDP2); nothing to do for one process."""
+
     offload: Literal["none", "host", "disk"] = "none"
     """Where a batch's inputs wait between the two passes through the encoders."""
 

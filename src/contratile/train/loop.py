@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from contratile.data.catalog import open_source
 from contratile.data.loader import Batch, Loader
@@ -32,6 +32,16 @@ from contratile.train.evaluate import Encoded, encode, retrieval, to_device
 from contratile.train.locked import kept_outputs
 from contratile.train.objective import Objective
 from contratile.train.optim import clamp_scale, learning_rate, make_optimizer
+from contratile.train.sharding import (
+    FROM_ACCELERATE,
+    asked_of_accelerate,
+    is_shard,
+    load_model,
+    shard,
+    shared_out,
+    whole,
+    without_foreach,
+)
 from contratile.train.towers import Finish, Tower, Towers, build_towers, save_recipe
 from contratile.train.track import Tracker
 
@@ -58,11 +68,17 @@ class Trainer:
     def __init__(self, config: TrainConfig, notify: Callable[[str], object] = lambda text: None) -> None:
         """`notify` is told what goes on before the first step."""
         from accelerate import Accelerator
-        from accelerate.utils import set_seed
+        from accelerate.utils import patch_environment, set_seed
 
         run = config.run
         self.config = config
-        self.accelerator = Accelerator(mixed_precision="no" if run.precision == "fp32" else run.precision, cpu=run.cpu)
+        asked = run.fsdp or asked_of_accelerate()
+        with patch_environment(**{FROM_ACCELERATE: "false"}):  # FSDP is ours: see sharding.py
+            precision = "no" if run.precision == "fp32" else run.precision
+            self.accelerator = Accelerator(mixed_precision=precision, cpu=run.cpu)
+        self.sharded = asked and self.accelerator.num_processes > 1
+        if self.sharded:
+            check_sharding(config, self.accelerator.num_processes)
         self.main = bool(self.accelerator.is_main_process)
         set_seed(run.seed)
         self.source, self.held_out = open_source(config.data, "train"), open_source(config.data, "test")
@@ -74,7 +90,7 @@ class Trainer:
         # A tokenizer is trained once, by one process, and read by the others.
         for main_first in (True, False):
             if self.main == main_first:
-                known = run.out if self.resumed or not self.main else None
+                known = self.resumed.parent.parent if self.resumed else None if self.main else run.out
                 bias = config.loss.loss == "siglip"
                 self.towers = build_towers(config.towers, texts=texts_of(self.source), folder=known, bias=bias)
                 if self.main:
@@ -104,9 +120,10 @@ class Trainer:
             if tower.locked
         }
         self.kept = {side: outputs for side, outputs in kept.items() if outputs is not None}
-        self.optimizer = self.accelerator.prepare_optimizer(make_optimizer(self.towers, config.optim))
         self.objective = Objective(config.loss)
         self.cache = GradCache(self._encoders(), self.objective, chunk_size=run.chunk, offload=run.offload)
+        optimizer = make_optimizer(self.towers, config.optim)
+        self.optimizer = self.accelerator.prepare_optimizer(without_foreach(optimizer) if self.sharded else optimizer)
         self.step, self.best = 0, -math.inf
         if self.resumed is not None:
             self._restore(self.resumed)
@@ -174,20 +191,22 @@ class Trainer:
             yield tuple(wrapped(to_device(x, device)) for x in sides)
 
     def evaluate(self) -> tuple[dict[str, float], Encoded | None]:
-        """Retrieval on held-out data by the main process, which tells the others."""
+        """Retrieval on held-out data by the main process, which tells the others. Shards need all to take part."""
         from accelerate.utils import broadcast_object_list
 
         found: Encoded | None = None
         told: list[dict[str, float]] = [{}]
-        if self.main:
+        if self.main or self.sharded:
             with self.accelerator.autocast():
                 found = encode(self.towers, self.held_out, chunk=self.config.run.chunk)
+        if self.main and found is not None:
             told = [retrieval(found)]
-        return broadcast_object_list(told)[0], found
+        return broadcast_object_list(told)[0], found if self.main else None
 
     def save(self, *, best: bool = False) -> None:
         """Everything that decides the next step, by the main process."""
         random, positions = (gather_objects(x) for x in (checkpoint.random_state(), self.loader.state_dict()))
+        state = {"model": whole(self.towers.state_dict()), "optimizer": whole(self.optimizer.state_dict())}
         if self.main:
             run = self.config.run
             facts = {
@@ -196,16 +215,15 @@ class Trainer:
                 "loader": positions,
                 "config": to_dict(self.config),
             }
-            state = {"model": self.towers.state_dict(), "optimizer": self.optimizer.state_dict(), "random": random}
             folder = run.out / "checkpoints" / checkpoint.step_name(self.step)
-            checkpoint.save(folder, state, facts)
+            checkpoint.save(folder, {**state, "random": random}, facts)
             checkpoint.keep(run.out, last=run.keep, best=folder if best else None)
         self.accelerator.wait_for_everyone()
 
     def _restore(self, folder: Path) -> None:
         state, facts = checkpoint.load(folder)
-        self.towers.load_state_dict(state["model"])
-        checkpoint.load_optimizer(self.optimizer, state["optimizer"])
+        load_model(self.towers, state["model"])
+        checkpoint.load_optimizer(self.optimizer, shared_out(state["optimizer"], self.optimizer))
         self.loader.load_state_dict(facts["loader"])
         self.step, self.best = facts["step"], -math.inf if facts["best"] is None else facts["best"]
         rank = self.accelerator.process_index
@@ -224,15 +242,18 @@ class Trainer:
         return max(1, round(epochs * self.loader.steps_per_epoch))
 
     def _encoders(self) -> tuple[nn.Module, nn.Module]:
-        """What a step runs: whole towers or what a lock leaves of them, under DDP where there are several processes."""
+        """What a step runs: towers or what a lock leaves of them, under FSDP or DDP if there are several processes."""
         wrapped: dict[int, nn.Module] = {}
 
         def wrap(tower: Tower) -> nn.Module:
             if id(tower) not in wrapped:
                 module: nn.Module = Finish(tower) if tower.locked and self._keeps(tower) else tower
+                shards = self.sharded and module is tower  # a head is small: it stays whole
+                if shards:
+                    shard(tower, self.accelerator.device)
                 if self.config.towers.compile:
                     module = torch.compile(module)  # type: ignore[assignment]
-                if any(p.requires_grad for p in module.parameters()):
+                if not shards and any(p.requires_grad for p in module.parameters()):
                     module = self.accelerator.prepare_model(module)
                 wrapped[id(tower)] = module
             return wrapped[id(tower)]
@@ -252,8 +273,8 @@ class Trainer:
     def _diagnose(self, loss: float) -> None:
         """Stop, and tell what was not finite."""
         named = list(self.towers.named_parameters())
-        weights = [name for name, p in named if not torch.isfinite(p).all()]
-        grads = [name for name, p in named if p.grad is not None and not torch.isfinite(p.grad).all()]
+        weights = [name for name, p in named if not finite(p)]
+        grads = [name for name, p in named if p.grad is not None and not finite(p.grad)]
         last = checkpoint.latest(self.config.run.out)
         facts = [
             f"weights that are not finite: {', '.join(weights[:5]) or 'none'}",
@@ -266,6 +287,24 @@ class Trainer:
             "Lower the learning rate, lengthen the warm-up, clip gradients (--clip-grad 1), or use --precision bf16 "
             "instead of fp16, then resume from the last checkpoint."
         )
+
+
+def check_sharding(config: TrainConfig, world: int) -> None:
+    """What FSDP wants: every process runs as many chunks as the others, and weights are optimised one by one."""
+    run, optimizer = config.run, config.optim.optimizer
+    if run.batch % world:
+        remedy = "Every process runs as many chunks as the others."
+        bad_value("batch", expected=f"a multiple of the {world} processes with --fsdp", got=run.batch, remedy=remedy)
+    if run.precision == "fp16":
+        remedy = "bf16 needs no scaled gradients."
+        bad_value("precision", expected="fp32 or bf16 with --fsdp", got="fp16", remedy=remedy)
+    if optimizer.lower().endswith("adafactor"):
+        remedy = "adamw has such steps; this one takes means over rows and columns."
+        bad_value("optimizer", expected="steps that shards can do with --fsdp", got=optimizer, remedy=remedy)
+
+
+def finite(x: Tensor) -> bool:
+    return bool(torch.isfinite(x.full_tensor() if is_shard(x) else x).all())  # type: ignore[operator]  # mypy sees no shards
 
 
 def scale_of(towers: Towers) -> float:
@@ -286,7 +325,7 @@ def find_checkpoint(resume: str, run: Path) -> Path | None:
             remedy = "Pass --resume auto to continue it, or another --out."
             bad_value("out", expected="a folder without a run", got=run, remedy=remedy)
         return None
-    return Path(resume)
+    return Path(resume).resolve()
 
 
 def check_kinds(source: Source, kinds: tuple[str, str]) -> None:
