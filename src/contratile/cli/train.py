@@ -16,9 +16,15 @@ def train(argv: Sequence[str]) -> int:
     """Train two encoders; everything is an option, and a recipe sets many at once."""
     if missing("train", TRAIN, "train"):
         return 1
+    import torch
+
     try:
         config = parse(argv)
         return _train(config)
+    except torch.OutOfMemoryError as error:
+        remedy = f"Lower --chunk (now {config.run.chunk}), or pass --checkpointing; the batch may stay as it is."
+        print(f"contratile train: {error}\n{remedy}", file=sys.stderr)
+        return 1
     except (ValueError, TypeError, ImportError, OSError, FloatingPointError) as error:
         print(f"contratile train: {error}", file=sys.stderr)
         return 2
@@ -48,22 +54,17 @@ def parse(argv: Sequence[str]) -> "TrainConfig":
 def _train(config: "TrainConfig") -> int:
     from rich.console import Console
 
-    from contratile.tiles import plan_tiles
-    from contratile.train.config import to_toml
     from contratile.train.evaluate import chance
-    from contratile.train.finish import CONFIG, finish
-    from contratile.train.loop import Trainer
+    from contratile.train.finish import finish
+    from contratile.train.loop import BEST, Trainer
+    from contratile.train.words import table
 
     console = Console(stderr=True)
     with console.status("preparing data and towers") as status:
         trainer = Trainer(config, notify=status.update)
     run = config.run.out
-    if trainer.main:
-        partial = run / f"{CONFIG}.partial"
-        partial.write_text(to_toml(config), encoding="utf-8")
-        partial.replace(run / CONFIG)
-        if trainer.resumed is not None:
-            console.print(f"continuing at step {trainer.step} of {trainer.steps}", highlight=False)
+    if trainer.main and trainer.resumed is not None:
+        console.print(f"continuing at step {trainer.step} of {trainer.steps}", highlight=False)
     outcome = trainer.run()
     if not trainer.main:
         return 0
@@ -73,13 +74,11 @@ def _train(config: "TrainConfig") -> int:
     if outcome.encoded is None:  # it had been finished before
         print(f"nothing left to do: {run} has all {outcome.step} steps", file=sys.stderr)
         return 0
-    width = outcome.encoded.left.shape[1]
-    workspace = plan_tiles(config.run.batch, config.run.batch, width).workspace_bytes
-    written = finish(run, config, trainer.held_out, outcome.encoded, outcome.metrics, workspace)
+    written = finish(config, trainer.held_out, outcome.encoded, outcome.metrics)
     guess = chance(len(outcome.encoded.keys))
-    for name, value in outcome.metrics.items():
-        times = f" ({value / guess[name]:.0f} times chance)" if name in guess else ""
-        print(f"{name:28} {value:.4f}{times}")
+    print(f"{len(outcome.encoded.keys):,} held-out pairs of {trainer.held_out.name}")
+    print("\n".join(table(outcome.metrics, guess, trainer.towers.kinds)))
+    print(f"R@10 is {outcome.metrics[BEST] / guess[BEST]:.0f} times chance")
     print(f"report: {written.report}")
     if written.sheet is not None:
         print(f"contact sheet: {written.sheet}")

@@ -1,6 +1,6 @@
 """The end of a run: its gallery, a contact sheet, the report; and what a finished run can be asked.
 
-finish(run, config, source, encoded, metrics)       # writes gallery, contact_sheet.png, report.html
+finish(config, source, encoded, metrics)            # writes gallery, contact_sheet.png, report.html
 towers, config = load_run(run)                      # the best checkpoint's weights
 """
 
@@ -16,8 +16,9 @@ from torch import Tensor
 from contratile.data.sample import Indexed, Source
 from contratile.errors import bad_value
 from contratile.metrics import nearest
+from contratile.tiles import plan_tiles
 from contratile.train import checkpoint
-from contratile.train.config import TrainConfig, load_config, to_dict
+from contratile.train.config import CONFIG, TrainConfig, load_config, to_dict
 from contratile.train.evaluate import Encoded, chance, save_gallery
 from contratile.train.report import SheetRow, contact_sheet, png, write_report
 from contratile.train.towers import Towers, build_towers
@@ -26,7 +27,6 @@ from contratile.train.track import DENSE_MATRICES, history, size
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-CONFIG = "config.toml"
 ROWS, COLUMNS = 8, 8
 """Of the contact sheet."""
 
@@ -38,10 +38,9 @@ class Written(NamedTuple):
     sheet: Path | None
 
 
-def finish(
-    run: Path, config: TrainConfig, source: Source, encoded: Encoded, metrics: dict[str, float], workspace: int
-) -> Written:
-    """Write what is looked at after a run. `workspace` are the bytes that the loss needed beyond features."""
+def finish(config: TrainConfig, source: Source, encoded: Encoded, metrics: dict[str, float]) -> Written:
+    """Write what is looked at after a run. `source` is the held-out data, `encoded` its features."""
+    run = config.run.out
     save_gallery(encoded, run)
     sheet = held_out_sheet(source, encoded)
     path = None
@@ -51,6 +50,7 @@ def finish(
         partial.write_bytes(sheet)
         partial.replace(path)
     n = config.run.batch
+    workspace = plan_tiles(n, n, encoded.left.shape[1]).workspace_bytes
     notes = [
         f"{len(encoded.keys):,} held-out pairs of {source.name}; none of their texts was seen in training."
         if source.name.startswith("icons")

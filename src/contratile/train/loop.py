@@ -27,11 +27,12 @@ from contratile.data.sample import Source
 from contratile.errors import bad_value
 from contratile.grad_cache import GradCache
 from contratile.train import checkpoint
-from contratile.train.config import TrainConfig, to_dict
+from contratile.train.config import TrainConfig, save_config, to_dict
 from contratile.train.evaluate import Encoded, encode, retrieval, to_device
 from contratile.train.locked import kept_outputs
 from contratile.train.objective import Objective
 from contratile.train.optim import clamp_scale, learning_rate, make_optimizer
+from contratile.train.resume import check_options, find_checkpoint, run_of
 from contratile.train.sharding import (
     FROM_ACCELERATE,
     asked_of_accelerate,
@@ -68,12 +69,17 @@ class Trainer:
     def __init__(self, config: TrainConfig, notify: Callable[[str], object] = lambda text: None) -> None:
         """`notify` is told what goes on before the first step."""
         from accelerate import Accelerator
+        from accelerate.state import AcceleratorState
         from accelerate.utils import patch_environment, set_seed
 
         run = config.run
         self.config = config
+        if run.precision == "fp16" and (run.cpu or not torch.accelerator.is_available()):
+            remedy = "fp16 needs an accelerator; bf16 has the range of fp32."
+            bad_value("precision", expected="fp32 or bf16 on a CPU", got="fp16", remedy=remedy)
         asked = run.fsdp or asked_of_accelerate()
         with patch_environment(**{FROM_ACCELERATE: "false"}):  # FSDP is ours: see sharding.py
+            AcceleratorState._reset_state()  # an earlier run of this process may have had another precision
             precision = "no" if run.precision == "fp32" else run.precision
             self.accelerator = Accelerator(mixed_precision=precision, cpu=run.cpu)
         self.sharded = asked and self.accelerator.num_processes > 1
@@ -90,7 +96,7 @@ class Trainer:
         # A tokenizer is trained once, by one process, and read by the others.
         for main_first in (True, False):
             if self.main == main_first:
-                known = self.resumed.parent.parent if self.resumed else None if self.main else run.out
+                known = run_of(self.resumed) if self.resumed else None if self.main else run.out
                 bias = config.loss.loss == "siglip"
                 self.towers = build_towers(config.towers, texts=texts_of(self.source), folder=known, bias=bias)
                 if self.main:
@@ -127,6 +133,8 @@ class Trainer:
         self.step, self.best = 0, -math.inf
         if self.resumed is not None:
             self._restore(self.resumed)
+        if self.main:
+            save_config(config, run.out)
 
     def run(self) -> Outcome:
         """Train to the end, or to a signal."""
@@ -222,6 +230,7 @@ class Trainer:
 
     def _restore(self, folder: Path) -> None:
         state, facts = checkpoint.load(folder)
+        check_options(facts["config"], self.config)
         load_model(self.towers, state["model"])
         checkpoint.load_optimizer(self.optimizer, shared_out(state["optimizer"], self.optimizer))
         self.loader.load_state_dict(facts["loader"])
@@ -234,11 +243,6 @@ class Trainer:
         if self.loader.steps_per_epoch is None:
             remedy = "Pass --steps: shards and streams do not know their length."
             bad_value("steps", expected="a number of steps", got="epochs", remedy=remedy)
-        if self.loader.steps_per_epoch == 0:
-            got = f"{len(self.source)} pairs"  # type: ignore[arg-type]  # it knows its length
-            bad_value(
-                "batch", expected="no more than the data", got=f"{self.config.run.batch} of {got}", remedy="Lower it."
-            )
         return max(1, round(epochs * self.loader.steps_per_epoch))
 
     def _encoders(self) -> tuple[nn.Module, nn.Module]:
@@ -314,18 +318,6 @@ def scale_of(towers: Towers) -> float:
 def wrapped(inputs: Any) -> Any:
     """A dictionary of tokens is one argument of a tower, not its keywords."""
     return (inputs,) if isinstance(inputs, dict) else inputs
-
-
-def find_checkpoint(resume: str, run: Path) -> Path | None:
-    """The checkpoint to go on from."""
-    if resume == "auto":
-        return checkpoint.latest(run)
-    if resume == "never":
-        if checkpoint.latest(run) is not None:
-            remedy = "Pass --resume auto to continue it, or another --out."
-            bad_value("out", expected="a folder without a run", got=run, remedy=remedy)
-        return None
-    return Path(resume).resolve()
 
 
 def check_kinds(source: Source, kinds: tuple[str, str]) -> None:
