@@ -72,10 +72,10 @@ def main(folder: Path) -> None:
     trainer = Trainer(config)
     outcome = trainer.run()  # run again, it goes on from the last checkpoint
     if outcome.encoded is not None:
-        finish(config, trainer.held_out, outcome.encoded, outcome.metrics)
+        finish(config, trainer.held_out, outcome)
 
     # From here on only the folder of the run is needed.
-    towers, config = load_run(folder / "run")
+    towers, config, _ = load_run(folder / "run", "last")
     held_out = encode(towers, open_source(config.data, "test"), chunk=64)
     metrics, guess = retrieval(held_out), chance(len(held_out.keys))
     name = "text_to_image_R@5"

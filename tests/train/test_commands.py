@@ -9,8 +9,11 @@ import torch
 from PIL import Image
 
 from contratile.cli import main
+from contratile.data.catalog import open_source
 from contratile.data.loader import Batch
 from contratile.train.config import to_toml
+from contratile.train.evaluate import encode, load_gallery
+from contratile.train.finish import load_run
 from contratile.train.loop import Trainer
 from tests.train.runs import shapes, small
 
@@ -109,6 +112,29 @@ def test_mistakes_of_zero_shot(
     words = ["--split", "all", "--classes", str(paths[0]), "--templates", str(paths[1])]
     assert main(["eval", str(run), *words]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_weights_may_be_chosen(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    ranks = {entry["step"]: entry["text_to_image_mean_rank"] for entry in recorded if "text_to_image_R@1" in entry}
+    for weights in ("last", "step-00000008"):
+        found = evaluated(capsys, str(run), "--weights", weights)
+        assert found["step"] == 8 and found["text_to_image_mean_rank"] == pytest.approx(ranks[8])
+    assert ranks[evaluated(capsys, str(run))["step"]] < max(ranks.values())
+    assert main(["eval", str(run), "--weights", "step-00000099"]) == 2
+    assert "step-00000099: expected a folder, got nothing there" in capsys.readouterr().err
+
+
+def test_search_uses_the_weights_of_the_gallery(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A text that is in the gallery scores with its own image what the last evaluation gave them."""
+    gallery = load_gallery(run)
+    towers, config, step = load_run(run, "last")
+    encoded = encode(towers, open_source(config.data, "test"), chunk=16)
+    assert gallery.step == step == 8
+    best = float((encoded.right[0] @ encoded.left.T).max())
+    assert main(["search", str(run), gallery.texts[0], "--k", "1"]) == 0
+    (score,) = re.findall(r"-?\d\.\d{3}", capsys.readouterr().out)
+    assert float(score) == pytest.approx(best, abs=2e-3)  # the gallery is in 16 bit
 
 
 def test_search(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,6 +98,12 @@ def test_a_locked_side_keeps_its_weights_and_is_encoded_once(
     assert changed and not any(name.startswith("left.") for name in changed)
 
 
+def test_kept_outputs_are_those_of_the_towers(table: Path, tmp_path: Path) -> None:
+    """Not of other ones that an earlier attempt had in this folder."""
+    first, second, again = (Trainer(small(table, tmp_path, lock="image", seed=seed)).kept["left"] for seed in (0, 1, 0))
+    assert torch.equal(first, again) and not torch.equal(first, second)
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(table: Path, tmp_path: Path) -> None:
     trainer = Trainer(small(table, tmp_path))
     with torch.no_grad():

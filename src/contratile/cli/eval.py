@@ -17,6 +17,11 @@ def parser() -> argparse.ArgumentParser:
         prog="contratile eval", description="Retrieval metrics, and zero-shot classification if class names are given."
     )
     parser.add_argument("run", type=Path, help="folder of a run")
+    parser.add_argument(
+        "--weights",
+        default="best",
+        help="of which checkpoint: best, last or a step such as step-00000100 (default: best)",
+    )
     parser.add_argument("--data", help="other data than the run's, named as in `contratile train`")
     parser.add_argument("--left", default="", help="column of the image or first text of --data, if it must be named")
     parser.add_argument("--right", default="", help="column of the text of --data, if it must be named")
@@ -56,7 +61,7 @@ def _evaluate(options: Any) -> None:
     # Files are read first: a wrong name is told before the work.
     names = lines(options.classes) if options.classes else []
     templates = lines(options.templates) if options.templates else TEMPLATES
-    towers, config = load_run(options.run)
+    towers, config, step = load_run(options.run, options.weights)
     data, split = _data(config.data, options)
     source = open_source(data, split)
     check_kinds(source, towers.kinds)
@@ -68,14 +73,14 @@ def _evaluate(options: Any) -> None:
             limit=options.limit,
             notify=lambda done: status.update(f"encoding: {done:,} pairs"),
         )
-    metrics = {"pairs": len(found.keys), **retrieval(found)}
+    metrics = {"step": step, "pairs": len(found.keys), **retrieval(found)}
     if names:
         rows = labelled(found.texts, names).rows
         metrics |= {"classes": len(names), "classified": len(rows), **zero_shot(towers, found, names, templates)}
     if options.json:
         print(json.dumps(metrics))
         return
-    print(f"{len(found.keys):,} pairs of {source.name}")
+    print(f"{len(found.keys):,} pairs of {source.name}, weights of step {step}")
     print("\n".join(table(metrics, chance(len(found.keys)), towers.kinds)))
     if names:
         print(f"zero-shot, {len(names):,} classes, {metrics['classified']:,} samples whose text is one of them")

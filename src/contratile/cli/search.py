@@ -37,13 +37,15 @@ def _search(run: Path, query: str, k: int, out: Path) -> None:
 
     from contratile.data.catalog import open_source
     from contratile.metrics import nearest
+    from contratile.train.checkpoint import step_name
     from contratile.train.evaluate import load_gallery
     from contratile.train.finish import found_rows, load_run
     from contratile.train.preview import preview
     from contratile.train.report import contact_sheet, png
 
-    towers, config = load_run(run)
     gallery = load_gallery(run)
+    # The weights that made the gallery's features, which need not be the best ones.
+    towers, config, _ = load_run(run, step_name(gallery.step))
     with torch.no_grad():
         features = towers.right(towers.right.prepare([query])).float()
     console = Console()

@@ -1,6 +1,7 @@
 """`contratile train`: train a pair of encoders, everything an option."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,7 +60,7 @@ def _train(config: "TrainConfig") -> int:
     from contratile.train.loop import BEST, Trainer
     from contratile.train.words import table
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
     with console.status("preparing data and towers") as status:
         trainer = Trainer(config, notify=status.update)
     run = config.run.out
@@ -69,12 +70,13 @@ def _train(config: "TrainConfig") -> int:
     if not trainer.main:
         return 0
     if not outcome.finished:
-        print(f"stopped at step {outcome.step}; the same command continues from there ({run})", file=sys.stderr)
+        again = "the same command" + ("" if config.run.resume == "auto" else " with --resume auto")
+        print(f"stopped at step {outcome.step}; {again} continues from there ({run})", file=sys.stderr)
         return 0
     if outcome.encoded is None:  # it had been finished before
         print(f"nothing left to do: {run} has all {outcome.step} steps", file=sys.stderr)
         return 0
-    written = finish(config, trainer.held_out, outcome.encoded, outcome.metrics)
+    written = finish(config, trainer.held_out, outcome)
     guess = chance(len(outcome.encoded.keys))
     print(f"{len(outcome.encoded.keys):,} held-out pairs of {trainer.held_out.name}")
     print("\n".join(table(outcome.metrics, guess, trainer.towers.kinds)))

@@ -146,16 +146,18 @@ class Gallery(NamedTuple):
     places: Tensor  # [N]
     keys: list[str]
     texts: list[str]
+    step: int
+    """Of the weights that made the features."""
 
 
-def save_gallery(found: Encoded, folder: Path) -> None:
+def save_gallery(found: Encoded, folder: Path, step: int) -> None:
     """Features in 16 bit, with names and texts."""
     from safetensors.torch import save_file
 
     partial = folder / f"{GALLERY}.partial"
     save_file({"left": found.left.half().contiguous(), "places": found.places.contiguous()}, partial)
     partial.replace(folder / f"{GALLERY}.safetensors")
-    partial.write_text(json.dumps({"keys": found.keys, "texts": found.texts}), encoding="utf-8")
+    partial.write_text(json.dumps({"step": step, "keys": found.keys, "texts": found.texts}), encoding="utf-8")
     partial.replace(folder / f"{GALLERY}.json")
 
 
@@ -168,4 +170,4 @@ def load_gallery(folder: Path) -> Gallery:
         bad_value("run", expected=f"a folder with {path.name}", got=folder, remedy=remedy)
     names = json.loads((folder / f"{GALLERY}.json").read_text(encoding="utf-8"))
     tensors = load_file(path)
-    return Gallery(tensors["left"].float(), tensors["places"], names["keys"], names["texts"])
+    return Gallery(tensors["left"].float(), tensors["places"], names["keys"], names["texts"], names["step"])

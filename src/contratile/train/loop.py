@@ -118,9 +118,10 @@ class Trainer:
         )
         self.steps = run.steps or self._steps_of(run.epochs)
         wait = self.accelerator.wait_for_everyone
+        of = {"seed": run.seed, **{section: to_dict(config)[section] for section in ("data", "towers")}}
         kept = {
             side: kept_outputs(
-                tower, self.source, side, run.out, chunk=run.chunk, main=self.main, wait=wait, notify=notify
+                tower, self.source, side, run.out, of=of, chunk=run.chunk, main=self.main, wait=wait, notify=notify
             )
             for side, tower in (("left", self.towers.left), ("right", self.towers.right))
             if tower.locked
