@@ -11,10 +11,12 @@ import contextlib
 import datetime
 import os
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +30,26 @@ class Outcome(NamedTuple):
     ok: bool
     result: Any
     seconds: float
+
+
+def torchrun(world: int, folder: Path) -> list[str]:
+    """The words before `-m module` or a script that start it on so many processes."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+
+
+def accelerate_launch(world: int, folder: Path) -> list[str]:
+    """The same by accelerate, which on CPUs starts several processes through MPI, with a file of hosts in `folder`."""
+    hosts = folder / "hosts"
+    hosts.write_text(f"localhost slots={world}\n")
+    options = f"--cpu --num_processes {world} --num_machines 1 --mpirun_hostfile {hosts}"
+    return [sys.executable, "-m", "accelerate.commands.launch", *options.split()]
+
+
+def launch_environment() -> dict[str, str]:
+    """One thread for each process; and MPI is found, and starts for root too."""
+    as_root = {f"{name}_ALLOW_RUN_AS_ROOT{more}": "1" for name in ("OMPI", "PRTE") for more in ("", "_CONFIRM")}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, **as_root, "PATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def free_port() -> int:

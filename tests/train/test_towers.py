@@ -1,5 +1,6 @@
 """Towers by name: features of unit length from small models of each package, saved by the test."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from PIL import Image
 from contratile.bench.cases import cure_torchvision
 from contratile.train.backbones import train_tokenizer
 from contratile.train.towers import TowerConfig, build_towers, save_recipe
+from tests.train.runs import SHAPE, clip_folder, sentence_folder
 
 cure_torchvision()
 TEXTS = ["red circle", "a blue square", "green"]
@@ -53,32 +55,15 @@ def test_the_end_of_a_text_is_where_its_features_are() -> None:
 
 
 @pytest.fixture(scope="module")
-def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small CLIP with tokenizer and image facts, as the hub would have it."""
-    from transformers import CLIPConfig, CLIPModel, PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("clip")
-    tokenizer = train_tokenizer(TEXTS, 300)
-    shape: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    end = tokenizer.token_to_id("[END]")
-    text = {**shape, "vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 12, "eos_token_id": end}
-    vision = {**shape, "image_size": 16, "patch_size": 8}
-    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)).save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", eos_token="[END]").save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}')
-    return folder
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return clip_folder(tmp_path_factory.mktemp("clip"))
 
 
-def test_hf_clip(clip_folder: Path) -> None:
+def test_hf_clip(clip: Path) -> None:
     from transformers import CLIPModel
 
-    towers = check(TowerConfig(towers=f"hf:{clip_folder}"))
-    model = CLIPModel.from_pretrained(clip_folder)
+    towers = check(TowerConfig(towers=f"hf:{clip}"))
+    model = CLIPModel.from_pretrained(clip)
     tokens = towers.right.prepare(TEXTS)
     with torch.no_grad():
         theirs = model(**tokens, pixel_values=towers.left.backbone[0](towers.left.prepare(IMAGES)))
@@ -87,19 +72,11 @@ def test_hf_clip(clip_folder: Path) -> None:
     assert towers.left.backbone[0].mean == (0.5, 0.5, 0.5)
 
 
-def test_hf_pair(tmp_path: Path, clip_folder: Path) -> None:
-    from transformers import BertConfig, BertModel, ViTConfig, ViTModel
+def test_hf_pair(tmp_path: Path) -> None:
+    from transformers import ViTConfig, ViTModel
 
-    shape: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    ViTModel(ViTConfig(image_size=16, patch_size=8, **shape)).save_pretrained(tmp_path / "vision")
-    BertModel(BertConfig(vocab_size=400, **shape)).save_pretrained(tmp_path / "text")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "text" / name).write_bytes((clip_folder / name).read_bytes())
+    ViTModel(ViTConfig(image_size=16, patch_size=8, **SHAPE)).save_pretrained(tmp_path / "vision")
+    sentence_folder(tmp_path / "text")
     name = f"hf:{tmp_path / 'vision'}+{tmp_path / 'text'}"
     towers = check(TowerConfig(towers=name, head="linear", dim=20, lock="image"))
     assert not any(p.requires_grad for p in towers.left.backbone.parameters())
@@ -120,6 +97,37 @@ def test_sentence_transformers() -> None:
 def test_unknown_names_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="towers: expected tiny, hf:<model>"):
         TowerConfig(towers=name)
+
+
+def test_a_model_that_open_clip_does_not_know() -> None:
+    with pytest.raises(ValueError, match=r"towers open_clip:ViT-X-99: .*ViT-X-99"):
+        build_towers(TowerConfig(towers="open_clip:ViT-X-99"))
+
+
+def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in (("open_clip", "open_clip:ViT-B-32"), ("sentence_transformers", "st:minilm")):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(ImportError, match=rf"{module} is needed for these towers \(.*\): pip install "):
+            build_towers(TowerConfig(towers=name))
+
+
+def test_any_width(tmp_path: Path) -> None:
+    """Also one that 32 does not divide."""
+    assert check(TowerConfig(width=100, depth=1)).left.width == 100
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"width": 0}, "width: expected at least 1, got 0"),
+        ({"words": 2}, "words: expected at least 3, got 2"),
+        ({"lock": "images"}, "lock: expected one of 'none', 'image'"),
+        ({"init_scale": 0.07}, "init_scale: expected at least 1, got 0.07"),
+    ],
+)
+def test_impossible_options_are_refused(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        TowerConfig(**changes)
 
 
 def test_something_must_be_left_to_train() -> None:

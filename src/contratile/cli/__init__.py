@@ -22,6 +22,9 @@ class Command(NamedTuple):
     function: str
     """module:function"""
 
+    options: str
+    """module:function that gives its parser, or the defaults of its options as a dataclass"""
+
     example: str
 
 
@@ -30,60 +33,70 @@ COMMANDS = (
         "doctor",
         "check this machine: devices, backends, accuracy, a short timing, a verdict",
         "contratile.cli.doctor:doctor",
+        "contratile.cli.doctor:parser",
         "contratile doctor --quick",
     ),
     Command(
         "train",
         "train a pair of encoders with a contrastive loss at any batch size",
         "contratile.cli.train:train",
+        "contratile.train.config:TrainConfig",
         "contratile train --data icons --batch 4096 --chunk 256 --out runs/icons",
     ),
     Command(
         "eval",
         "retrieval and zero-shot metrics of a trained pair",
-        "contratile.cli.train:evaluate",
+        "contratile.cli.eval:evaluate",
+        "contratile.cli.eval:parser",
         "contratile eval runs/icons",
     ),
     Command(
         "search",
         "the images of a run that are nearest to a text",
-        "contratile.cli.train:search",
+        "contratile.cli.search:search",
+        "contratile.cli.search:parser",
         'contratile search runs/icons "arrow pointing left"',
     ),
     Command(
         "tiles",
         "print how a score matrix is cut into tiles",
         "contratile.cli.tiles:tiles",
+        "contratile.cli.tiles:parser",
         "contratile tiles --n 8192 --m 8192 --d 512",
     ),
     Command(
         "bench loss",
         "time, memory and accuracy of the loss against other packages",
         "contratile.cli.bench:loss",
+        "contratile.bench.loss:LossConfig",
         "contratile bench loss --quick --out results",
     ),
     Command(
         "bench family",
         "time, memory and accuracy of each loss against the package people use for it",
         "contratile.cli.bench:family",
+        "contratile.bench.family:FamilyConfig",
         "contratile bench family --quick --out results",
     ),
     Command(
         "bench ring",
         "time, memory and traffic of the loss over ranks against other ways to compute it",
         "contratile.cli.bench:ring",
+        "contratile.bench.ring:RingConfig",
         "contratile bench ring --quick --out results",
     ),
     Command(
         "bench cache",
         "time and memory of training steps in chunks against other gradient caches",
         "contratile.cli.bench:cache",
+        "contratile.bench.cache:CacheConfig",
         "contratile bench cache --quick --out results",
     ),
     Command(
         "bench plot",
         "draw the plots of a recorded benchmark again",
         "contratile.cli.bench:plot",
+        "contratile.cli.bench:plot_parser",
         "contratile bench plot results/loss.json",
     ),
 )

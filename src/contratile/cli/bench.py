@@ -86,13 +86,18 @@ def _measure(name: str, argv: Sequence[str], default: C, quick: C, run: "Callabl
     return 0
 
 
-def plot(argv: Sequence[str]) -> int:
-    """Draw recorded rows again."""
+def plot_parser() -> argparse.ArgumentParser:
+    """Options of `bench plot`."""
     parser = argparse.ArgumentParser(prog="contratile bench plot", description="Draw the plots of a recorded run.")
     written = "a loss.json, family.json, ring.json or cache.json written by `contratile bench`"
     parser.add_argument("results", type=Path, help=written)
     parser.add_argument("--out", type=Path, help="folder for the plots (default: that of the results)")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def plot(argv: Sequence[str]) -> int:
+    """Draw recorded rows again."""
+    options = plot_parser().parse_args(argv)
     if missing("bench plot", EXTRA, "bench"):
         return 1
     from contratile.bench.plots import draw

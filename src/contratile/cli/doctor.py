@@ -17,8 +17,8 @@ WIDTH = 120
 """Of the page where there is no terminal to ask."""
 
 
-def doctor(argv: Sequence[str]) -> int:
-    """Examine, print, and return 1 if something is wrong."""
+def parser() -> argparse.ArgumentParser:
+    """Its options."""
     parser = argparse.ArgumentParser(
         prog="contratile doctor",
         description="Print devices, backends and versions; check every loss on every backend against fp64; time a "
@@ -29,7 +29,12 @@ def doctor(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--device", type=_device, action="append", help="examine this one (default: the CPU and the first accelerator)"
     )
-    options = parser.parse_args(argv)
+    return parser
+
+
+def doctor(argv: Sequence[str]) -> int:
+    """Examine, print, and return 1 if something is wrong."""
+    options = parser().parse_args(argv)
     show_progress = sys.stderr.isatty() and not options.json
     found = examine(
         options.device or all_devices()[:2],

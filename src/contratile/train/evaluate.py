@@ -78,25 +78,49 @@ def chance(n: int, ks: Sequence[int] = KS) -> dict[str, float]:
 @torch.no_grad()
 def class_features(tower: Tower, names: Sequence[str], templates: Sequence[str] = TEMPLATES) -> Tensor:
     """One feature per class: the mean over prompts, of unit length."""
+    for template in templates:
+        if "{}" not in template:
+            remedy = 'Write it like "a photo of a {}."'
+            bad_value("template", expected="a prompt with {} for the name", got=repr(template), remedy=remedy)
     device = next(tower.parameters()).device
     features = []
     for name in names:
-        prompts = tower(to_device(tower.prepare([template.format(name) for template in templates]), device))
+        prompts = tower(to_device(tower.prepare([template.replace("{}", name) for template in templates]), device))
         features.append(torch.nn.functional.normalize(prompts.float().mean(0), dim=0))
     return torch.stack(features).cpu()
+
+
+class Labelled(NamedTuple):
+    """The samples of a source that belong to given classes."""
+
+    rows: Tensor  # [n] of the features
+    targets: Tensor  # [n]: their classes
+
+
+def labelled(texts: Sequence[str], names: Sequence[str]) -> Labelled:
+    """Samples whose text is the name of a class, in whatever case; all others belong to none."""
+    place = {name.casefold(): index for index, name in enumerate(names)}
+    found = [(row, place[text.casefold()]) for row, text in enumerate(texts) if text.casefold() in place]
+    if not found:
+        shown = ", ".join(repr(name) for name in names[:3])
+        remedy = f"A sample's class is its text; the first one here is {texts[0]!r}."
+        bad_value("classes", expected="names that are texts of the data", got=f"{shown}, ...", remedy=remedy)
+    rows, targets = torch.tensor(found).unbind(1)
+    return Labelled(rows, targets)
 
 
 def zero_shot(
     towers: Towers, found: Encoded, names: Sequence[str], templates: Sequence[str] = TEMPLATES
 ) -> dict[str, float]:
-    """Classification by the nearest class name; a sample's class is its text."""
-    place = {name: index for index, name in enumerate(names)}
-    known = [index for index, text in enumerate(found.texts) if text in place]
-    if not known:
-        remedy = "The texts of the data must be among the class names."
-        bad_value("classes", expected="names that occur", got=f"{len(names)} names, none found", remedy=remedy)
-    targets = torch.tensor([place[found.texts[index]] for index in known])
-    return zero_shot_metrics(found.left[known], class_features(towers.right, names, templates), targets)
+    """Classification by the nearest class name; a sample's class is its text, and others are left out."""
+    rows, targets = labelled(found.texts, names)
+    return zero_shot_metrics(found.left[rows], class_features(towers.right, names, templates), targets)
+
+
+def best_device() -> torch.device:
+    """An accelerator if there is one."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found or torch.device("cpu")
 
 
 def to_device(inputs: Any, device: torch.device) -> Any:
@@ -122,16 +146,18 @@ class Gallery(NamedTuple):
     places: Tensor  # [N]
     keys: list[str]
     texts: list[str]
+    step: int
+    """Of the weights that made the features."""
 
 
-def save_gallery(found: Encoded, folder: Path) -> None:
+def save_gallery(found: Encoded, folder: Path, step: int) -> None:
     """Features in 16 bit, with names and texts."""
     from safetensors.torch import save_file
 
     partial = folder / f"{GALLERY}.partial"
     save_file({"left": found.left.half().contiguous(), "places": found.places.contiguous()}, partial)
     partial.replace(folder / f"{GALLERY}.safetensors")
-    partial.write_text(json.dumps({"keys": found.keys, "texts": found.texts}), encoding="utf-8")
+    partial.write_text(json.dumps({"step": step, "keys": found.keys, "texts": found.texts}), encoding="utf-8")
     partial.replace(folder / f"{GALLERY}.json")
 
 
@@ -144,4 +170,4 @@ def load_gallery(folder: Path) -> Gallery:
         bad_value("run", expected=f"a folder with {path.name}", got=folder, remedy=remedy)
     names = json.loads((folder / f"{GALLERY}.json").read_text(encoding="utf-8"))
     tensors = load_file(path)
-    return Gallery(tensors["left"].float(), tensors["places"], names["keys"], names["texts"])
+    return Gallery(tensors["left"].float(), tensors["places"], names["keys"], names["texts"], names["step"])

@@ -1,7 +1,7 @@
 """The end of a run: its gallery, a contact sheet, the report; and what a finished run can be asked.
 
-finish(run, config, source, encoded, metrics)       # writes gallery, contact_sheet.png, report.html
-towers, config = load_run(run)                      # the best checkpoint's weights
+finish(config, source, outcome)                     # writes gallery, contact_sheet.png, report.html
+towers, config, step = load_run(run)                # the best checkpoint's weights
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch import Tensor
 from contratile.data.sample import Indexed, Source
 from contratile.errors import bad_value
 from contratile.metrics import nearest
+from contratile.tiles import plan_tiles
 from contratile.train import checkpoint
-from contratile.train.config import TrainConfig, load_config, to_dict
+from contratile.train.config import CONFIG, TrainConfig, load_config, to_dict
 from contratile.train.evaluate import Encoded, chance, save_gallery
 from contratile.train.report import SheetRow, contact_sheet, png, write_report
 from contratile.train.towers import Towers, build_towers
@@ -26,7 +27,8 @@ from contratile.train.track import DENSE_MATRICES, history, size
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-CONFIG = "config.toml"
+    from contratile.train.loop import Outcome
+
 ROWS, COLUMNS = 8, 8
 """Of the contact sheet."""
 
@@ -38,11 +40,11 @@ class Written(NamedTuple):
     sheet: Path | None
 
 
-def finish(
-    run: Path, config: TrainConfig, source: Source, encoded: Encoded, metrics: dict[str, float], workspace: int
-) -> Written:
-    """Write what is looked at after a run. `workspace` are the bytes that the loss needed beyond features."""
-    save_gallery(encoded, run)
+def finish(config: TrainConfig, source: Source, outcome: Outcome) -> Written:
+    """Write what is looked at after a run. `source` is the held-out data."""
+    run, encoded = config.run.out, outcome.encoded
+    assert encoded is not None, "only the main process of a run that was finished has something to write"
+    save_gallery(encoded, run, outcome.step)
     sheet = held_out_sheet(source, encoded)
     path = None
     if sheet is not None:
@@ -51,6 +53,7 @@ def finish(
         partial.write_bytes(sheet)
         partial.replace(path)
     n = config.run.batch
+    workspace = plan_tiles(n, n, encoded.left.shape[1]).workspace_bytes
     notes = [
         f"{len(encoded.keys):,} held-out pairs of {source.name}; none of their texts was seen in training."
         if source.name.startswith("icons")
@@ -63,7 +66,7 @@ def finish(
         title=f"{config.towers.towers} on {config.data.data}",
         config=to_dict(config),
         history=history(run),
-        final=metrics,
+        final=outcome.metrics,
         chance=chance(len(encoded.keys)),
         sheet=sheet or b"",
         notes=notes,
@@ -108,17 +111,33 @@ def picture(source: Source, index: int) -> Image:
     return image
 
 
-def load_run(run: Path) -> tuple[Towers, TrainConfig]:
-    """The towers of a run with the weights of its best checkpoint, or of its latest, and its configuration."""
+class Run(NamedTuple):
+    """What a run has learned."""
+
+    towers: Towers
+    config: TrainConfig
+    step: int
+    """Of the checkpoint that the weights are from."""
+
+
+def load_run(run: Path, weights: str = "best") -> Run:
+    """The towers of a run with the weights of a checkpoint: its best, its last, or that of a step (step-00000100).
+
+    A run without a best one, which was never evaluated, has its last instead.
+    """
     if not (run / CONFIG).exists():
         remedy = "Give the folder that `contratile train --out` wrote."
         bad_value("run", expected=f"a folder with {CONFIG}", got=run, remedy=remedy)
     config = load_config(run / CONFIG)
     best = run / "best"
-    folder = best if best.exists() else checkpoint.latest(run)
+    folder: Path | None = run / "checkpoints" / weights
+    if weights == "last" or (weights == "best" and not best.exists()):
+        folder = checkpoint.latest(run)
+    elif weights == "best":
+        folder = best
     if folder is None:
         bad_value("run", expected="a checkpoint", got=run, remedy="The run was stopped before its first one.")
     towers = build_towers(config.towers, folder=run, bias=config.loss.loss == "siglip")
-    state, _ = checkpoint.load(folder.resolve())
+    state, facts = checkpoint.load(folder.resolve())
     towers.load_state_dict(state["model"])
-    return towers.eval(), config
+    return Run(towers.eval(), config, facts["step"])

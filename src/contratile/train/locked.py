@@ -1,6 +1,6 @@
 """Outputs of a locked backbone, computed once over a source and kept for all epochs.
 
-    table = kept_outputs(tower, source, "left", run, chunk=256, main=True, wait=barrier)
+    table = kept_outputs(tower, source, "left", run, of=options, chunk=256, main=True, wait=barrier)
     table[chunk.index]                # what the backbone would give for a chunk
 
 They are a file of the run, so a run that goes on does not compute them again.
@@ -9,8 +9,9 @@ They are a file of the run, so a run that goes on does not compute them again.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,16 +33,20 @@ def kept_outputs(
     side: str,
     run: Path,
     *,
+    of: Mapping[str, Any],
     chunk: int,
     main: bool,
     wait: Callable[[], object],
     notify: Callable[[str], object] = lambda text: None,
 ) -> Tensor | None:
-    """[samples, width] on the CPU. None for a stream, whose samples have no number: they are encoded every time."""
+    """[samples, width] on the CPU. None for a stream, whose samples have no number: they are encoded every time.
+
+    `of` are the options that the outputs depend on: a file of other ones is written anew.
+    """
     if not isinstance(source, Indexed):
         return None
     path = run / f"kept-{side}.safetensors"
-    same = json.dumps({"source": source.name, "length": len(source), "width": tower.width})
+    same = json.dumps({"source": source.name, "length": len(source), **of})
     if main and not _fits(path, same):
         _write(path, _encode(tower, source, side, chunk, notify), same)
     wait()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from contratile.data.catalog import open_source
 from contratile.data.loader import Batch, Loader
@@ -27,11 +27,22 @@ from contratile.data.sample import Source
 from contratile.errors import bad_value
 from contratile.grad_cache import GradCache
 from contratile.train import checkpoint
-from contratile.train.config import TrainConfig, to_dict
+from contratile.train.config import TrainConfig, save_config, to_dict
 from contratile.train.evaluate import Encoded, encode, retrieval, to_device
 from contratile.train.locked import kept_outputs
 from contratile.train.objective import Objective
 from contratile.train.optim import clamp_scale, learning_rate, make_optimizer
+from contratile.train.resume import check_options, find_checkpoint, run_of
+from contratile.train.sharding import (
+    FROM_ACCELERATE,
+    asked_of_accelerate,
+    is_shard,
+    load_model,
+    shard,
+    shared_out,
+    whole,
+    without_foreach,
+)
 from contratile.train.towers import Finish, Tower, Towers, build_towers, save_recipe
 from contratile.train.track import Tracker
 
@@ -58,11 +69,22 @@ class Trainer:
     def __init__(self, config: TrainConfig, notify: Callable[[str], object] = lambda text: None) -> None:
         """`notify` is told what goes on before the first step."""
         from accelerate import Accelerator
-        from accelerate.utils import set_seed
+        from accelerate.state import AcceleratorState
+        from accelerate.utils import patch_environment, set_seed
 
         run = config.run
         self.config = config
-        self.accelerator = Accelerator(mixed_precision="no" if run.precision == "fp32" else run.precision, cpu=run.cpu)
+        if run.precision == "fp16" and (run.cpu or not torch.accelerator.is_available()):
+            remedy = "fp16 needs an accelerator; bf16 has the range of fp32."
+            bad_value("precision", expected="fp32 or bf16 on a CPU", got="fp16", remedy=remedy)
+        asked = run.fsdp or asked_of_accelerate()
+        with patch_environment(**{FROM_ACCELERATE: "false"}):  # FSDP is ours: see sharding.py
+            AcceleratorState._reset_state()  # an earlier run of this process may have had another precision
+            precision = "no" if run.precision == "fp32" else run.precision
+            self.accelerator = Accelerator(mixed_precision=precision, cpu=run.cpu)
+        self.sharded = asked and self.accelerator.num_processes > 1
+        if self.sharded:
+            check_sharding(config, self.accelerator.num_processes)
         self.main = bool(self.accelerator.is_main_process)
         set_seed(run.seed)
         self.source, self.held_out = open_source(config.data, "train"), open_source(config.data, "test")
@@ -74,7 +96,7 @@ class Trainer:
         # A tokenizer is trained once, by one process, and read by the others.
         for main_first in (True, False):
             if self.main == main_first:
-                known = run.out if self.resumed or not self.main else None
+                known = run_of(self.resumed) if self.resumed else None if self.main else run.out
                 bias = config.loss.loss == "siglip"
                 self.towers = build_towers(config.towers, texts=texts_of(self.source), folder=known, bias=bias)
                 if self.main:
@@ -96,20 +118,24 @@ class Trainer:
         )
         self.steps = run.steps or self._steps_of(run.epochs)
         wait = self.accelerator.wait_for_everyone
+        of = {"seed": run.seed, **{section: to_dict(config)[section] for section in ("data", "towers")}}
         kept = {
             side: kept_outputs(
-                tower, self.source, side, run.out, chunk=run.chunk, main=self.main, wait=wait, notify=notify
+                tower, self.source, side, run.out, of=of, chunk=run.chunk, main=self.main, wait=wait, notify=notify
             )
             for side, tower in (("left", self.towers.left), ("right", self.towers.right))
             if tower.locked
         }
         self.kept = {side: outputs for side, outputs in kept.items() if outputs is not None}
-        self.optimizer = self.accelerator.prepare_optimizer(make_optimizer(self.towers, config.optim))
         self.objective = Objective(config.loss)
         self.cache = GradCache(self._encoders(), self.objective, chunk_size=run.chunk, offload=run.offload)
+        optimizer = make_optimizer(self.towers, config.optim)
+        self.optimizer = self.accelerator.prepare_optimizer(without_foreach(optimizer) if self.sharded else optimizer)
         self.step, self.best = 0, -math.inf
         if self.resumed is not None:
             self._restore(self.resumed)
+        if self.main:
+            save_config(config, run.out)
 
     def run(self) -> Outcome:
         """Train to the end, or to a signal."""
@@ -174,20 +200,22 @@ class Trainer:
             yield tuple(wrapped(to_device(x, device)) for x in sides)
 
     def evaluate(self) -> tuple[dict[str, float], Encoded | None]:
-        """Retrieval on held-out data by the main process, which tells the others."""
+        """Retrieval on held-out data by the main process, which tells the others. Shards need all to take part."""
         from accelerate.utils import broadcast_object_list
 
         found: Encoded | None = None
         told: list[dict[str, float]] = [{}]
-        if self.main:
+        if self.main or self.sharded:
             with self.accelerator.autocast():
                 found = encode(self.towers, self.held_out, chunk=self.config.run.chunk)
+        if self.main and found is not None:
             told = [retrieval(found)]
-        return broadcast_object_list(told)[0], found
+        return broadcast_object_list(told)[0], found if self.main else None
 
     def save(self, *, best: bool = False) -> None:
         """Everything that decides the next step, by the main process."""
         random, positions = (gather_objects(x) for x in (checkpoint.random_state(), self.loader.state_dict()))
+        state = {"model": whole(self.towers.state_dict()), "optimizer": whole(self.optimizer.state_dict())}
         if self.main:
             run = self.config.run
             facts = {
@@ -196,16 +224,16 @@ class Trainer:
                 "loader": positions,
                 "config": to_dict(self.config),
             }
-            state = {"model": self.towers.state_dict(), "optimizer": self.optimizer.state_dict(), "random": random}
             folder = run.out / "checkpoints" / checkpoint.step_name(self.step)
-            checkpoint.save(folder, state, facts)
+            checkpoint.save(folder, {**state, "random": random}, facts)
             checkpoint.keep(run.out, last=run.keep, best=folder if best else None)
         self.accelerator.wait_for_everyone()
 
     def _restore(self, folder: Path) -> None:
         state, facts = checkpoint.load(folder)
-        self.towers.load_state_dict(state["model"])
-        checkpoint.load_optimizer(self.optimizer, state["optimizer"])
+        check_options(facts["config"], self.config)
+        load_model(self.towers, state["model"])
+        checkpoint.load_optimizer(self.optimizer, shared_out(state["optimizer"], self.optimizer))
         self.loader.load_state_dict(facts["loader"])
         self.step, self.best = facts["step"], -math.inf if facts["best"] is None else facts["best"]
         rank = self.accelerator.process_index
@@ -216,23 +244,21 @@ class Trainer:
         if self.loader.steps_per_epoch is None:
             remedy = "Pass --steps: shards and streams do not know their length."
             bad_value("steps", expected="a number of steps", got="epochs", remedy=remedy)
-        if self.loader.steps_per_epoch == 0:
-            got = f"{len(self.source)} pairs"  # type: ignore[arg-type]  # it knows its length
-            bad_value(
-                "batch", expected="no more than the data", got=f"{self.config.run.batch} of {got}", remedy="Lower it."
-            )
         return max(1, round(epochs * self.loader.steps_per_epoch))
 
     def _encoders(self) -> tuple[nn.Module, nn.Module]:
-        """What a step runs: whole towers or what a lock leaves of them, under DDP where there are several processes."""
+        """What a step runs: towers or what a lock leaves of them, under FSDP or DDP if there are several processes."""
         wrapped: dict[int, nn.Module] = {}
 
         def wrap(tower: Tower) -> nn.Module:
             if id(tower) not in wrapped:
                 module: nn.Module = Finish(tower) if tower.locked and self._keeps(tower) else tower
+                shards = self.sharded and module is tower  # a head is small: it stays whole
+                if shards:
+                    shard(tower, self.accelerator.device)
                 if self.config.towers.compile:
                     module = torch.compile(module)  # type: ignore[assignment]
-                if any(p.requires_grad for p in module.parameters()):
+                if not shards and any(p.requires_grad for p in module.parameters()):
                     module = self.accelerator.prepare_model(module)
                 wrapped[id(tower)] = module
             return wrapped[id(tower)]
@@ -252,8 +278,8 @@ class Trainer:
     def _diagnose(self, loss: float) -> None:
         """Stop, and tell what was not finite."""
         named = list(self.towers.named_parameters())
-        weights = [name for name, p in named if not torch.isfinite(p).all()]
-        grads = [name for name, p in named if p.grad is not None and not torch.isfinite(p.grad).all()]
+        weights = [name for name, p in named if not finite(p)]
+        grads = [name for name, p in named if p.grad is not None and not finite(p.grad)]
         last = checkpoint.latest(self.config.run.out)
         facts = [
             f"weights that are not finite: {', '.join(weights[:5]) or 'none'}",
@@ -268,6 +294,24 @@ class Trainer:
         )
 
 
+def check_sharding(config: TrainConfig, world: int) -> None:
+    """What FSDP wants: every process runs as many chunks as the others, and weights are optimised one by one."""
+    run, optimizer = config.run, config.optim.optimizer
+    if run.batch % world:
+        remedy = "Every process runs as many chunks as the others."
+        bad_value("batch", expected=f"a multiple of the {world} processes with --fsdp", got=run.batch, remedy=remedy)
+    if run.precision == "fp16":
+        remedy = "bf16 needs no scaled gradients."
+        bad_value("precision", expected="fp32 or bf16 with --fsdp", got="fp16", remedy=remedy)
+    if optimizer.lower().endswith("adafactor"):
+        remedy = "adamw has such steps; this one takes means over rows and columns."
+        bad_value("optimizer", expected="steps that shards can do with --fsdp", got=optimizer, remedy=remedy)
+
+
+def finite(x: Tensor) -> bool:
+    return bool(torch.isfinite(x.full_tensor() if is_shard(x) else x).all())  # type: ignore[operator]  # mypy sees no shards
+
+
 def scale_of(towers: Towers) -> float:
     return towers.log_scale.detach().exp().item()
 
@@ -275,18 +319,6 @@ def scale_of(towers: Towers) -> float:
 def wrapped(inputs: Any) -> Any:
     """A dictionary of tokens is one argument of a tower, not its keywords."""
     return (inputs,) if isinstance(inputs, dict) else inputs
-
-
-def find_checkpoint(resume: str, run: Path) -> Path | None:
-    """The checkpoint to go on from."""
-    if resume == "auto":
-        return checkpoint.latest(run)
-    if resume == "never":
-        if checkpoint.latest(run) is not None:
-            remedy = "Pass --resume auto to continue it, or another --out."
-            bad_value("out", expected="a folder without a run", got=run, remedy=remedy)
-        return None
-    return Path(resume)
 
 
 def check_kinds(source: Source, kinds: tuple[str, str]) -> None:

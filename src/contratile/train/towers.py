@@ -17,14 +17,14 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from contratile.data.sample import Kind
-from contratile.errors import bad_value
+from contratile.errors import bad_value, check_choice, check_count
 from contratile.train.backbones import MAKERS, Part
 
 Lock = Literal["none", "image", "text", "left", "right", "both"]
@@ -82,6 +82,21 @@ class TowerConfig:
         if maker not in MAKERS or (maker == "tiny") == bool(name):
             expected = "tiny, hf:<model>, open_clip:<model> or st:<model>"
             bad_value("towers", expected=expected, got=repr(self.towers), remedy="See `contratile train --help`.")
+        for field, least in {
+            "width": 1,
+            "depth": 1,
+            "patch": 1,
+            "words": 3,
+            "vocabulary": 1,
+            "pixels": 0,
+            "dim": 0,
+        }.items():
+            check_count(field, getattr(self, field), least=least)
+        for field in ("lock", "head"):
+            check_choice(field, getattr(self, field), get_args({"lock": Lock, "head": Head}[field]))
+        if not self.init_scale >= 1:
+            remedy = "It is the inverse of the temperature: 14.3 for 0.07."
+            bad_value("init_scale", expected="at least 1", got=self.init_scale, remedy=remedy)
 
 
 class Tower(nn.Module):

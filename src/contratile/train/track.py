@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 import torch
 
 from contratile.errors import bad_value
+from contratile.train.words import in_a_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -97,8 +98,7 @@ class Tracker:
         """An evaluation after a step."""
         if self._main:
             self._record(step, dict(metrics), "eval")
-            told = " · ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in metrics.items())
-            self._screen.say(f"step {step}: {told}")
+            self._screen.say(f"step {step}: {in_a_line(metrics)}")
 
     def _record(self, step: int, values: dict[str, Any], kind: str) -> None:
         # One write: a kill leaves the line whole or cuts the last one, which `rewind` then drops.

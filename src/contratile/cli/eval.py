@@ -1,0 +1,107 @@
+"""`contratile eval`: metrics of a trained pair of encoders on any data."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from contratile.cli.extras import TRAIN, missing
+from contratile.errors import bad_value
+
+
+def parser() -> argparse.ArgumentParser:
+    """Its options."""
+    parser = argparse.ArgumentParser(
+        prog="contratile eval", description="Retrieval metrics, and zero-shot classification if class names are given."
+    )
+    parser.add_argument("run", type=Path, help="folder of a run")
+    parser.add_argument(
+        "--weights",
+        default="best",
+        help="of which checkpoint: best, last or a step such as step-00000100 (default: best)",
+    )
+    parser.add_argument("--data", help="other data than the run's, named as in `contratile train`")
+    parser.add_argument("--left", default="", help="column of the image or first text of --data, if it must be named")
+    parser.add_argument("--right", default="", help="column of the text of --data, if it must be named")
+    parser.add_argument(
+        "--split", choices=("test", "train", "all"), help="which pairs (default: test; all if --data is given)"
+    )
+    parser.add_argument("--classes", type=Path, help="a file with one class name per line: zero-shot classification")
+    parser.add_argument("--templates", type=Path, help="a file with one prompt per line, {} stands for the name")
+    parser.add_argument("--limit", type=int, default=0, help="pairs at most (default: all)")
+    parser.add_argument("--chunk", type=int, default=256, help="pairs that are encoded at once (default: 256)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """Metrics of a trained pair of encoders on any data."""
+    options = parser().parse_args(argv)
+    if missing("eval", TRAIN, "train"):
+        return 1
+    try:
+        _evaluate(options)
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        print(f"contratile eval: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _evaluate(options: Any) -> None:
+    from rich.console import Console
+
+    from contratile.data.catalog import open_source
+    from contratile.train.evaluate import TEMPLATES, best_device, chance, encode, labelled, retrieval, zero_shot
+    from contratile.train.finish import load_run
+    from contratile.train.loop import check_kinds
+    from contratile.train.words import table
+
+    # Files are read first: a wrong name is told before the work.
+    names = lines(options.classes) if options.classes else []
+    templates = lines(options.templates) if options.templates else TEMPLATES
+    towers, config, step = load_run(options.run, options.weights)
+    data, split = _data(config.data, options)
+    source = open_source(data, split)
+    check_kinds(source, towers.kinds)
+    with Console(stderr=True).status("encoding") as status:
+        found = encode(
+            towers.to(best_device()),
+            source,
+            chunk=options.chunk,
+            limit=options.limit,
+            notify=lambda done: status.update(f"encoding: {done:,} pairs"),
+        )
+    metrics = {"step": step, "pairs": len(found.keys), **retrieval(found)}
+    if names:
+        rows = labelled(found.texts, names).rows
+        metrics |= {"classes": len(names), "classified": len(rows), **zero_shot(towers, found, names, templates)}
+    if options.json:
+        print(json.dumps(metrics))
+        return
+    print(f"{len(found.keys):,} pairs of {source.name}, weights of step {step}")
+    print("\n".join(table(metrics, chance(len(found.keys)), towers.kinds)))
+    if names:
+        print(f"zero-shot, {len(names):,} classes, {metrics['classified']:,} samples whose text is one of them")
+        for k in (1, 5):
+            guess = min(1.0, k / len(names))
+            print(f"top-{k} {metrics[f'zero_shot_top{k}']:.4f} (chance {guess:.4f})")
+
+
+def _data(config: Any, options: Any) -> tuple[Any, Any]:
+    """The data and its split. What serves as test data of its own is used whole."""
+    from dataclasses import replace
+
+    if options.data is not None:
+        config = replace(config, data=options.data, test_data="", left=options.left, right=options.right, root=None)
+    split = options.split or ("all" if options.data is not None else "test")
+    return (replace(config, test_data=config.data), "test") if split == "all" else (config, split)
+
+
+def lines(path: Path) -> list[str]:
+    """The lines of a file, each once."""
+    found = dict.fromkeys(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    if not found:
+        bad_value(str(path), expected="one name or prompt per line", got="an empty file", remedy="Write some.")
+    return list(found)

@@ -1,0 +1,65 @@
+"""Where a run goes on: the checkpoint, and whether it belongs to the options that were given.
+
+folder = find_checkpoint("auto", run)           # its newest, None if there is none
+state, facts = checkpoint.load(folder)
+check_options(facts["config"], config)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from contratile.errors import bad_value
+from contratile.train import checkpoint
+from contratile.train.config import TrainConfig, to_dict
+
+# Options of the towers that change neither the weights nor what they mean.
+_FREE = ("checkpointing", "compile", "init_scale", "init_bias")
+
+
+def find_checkpoint(resume: str, run: Path) -> Path | None:
+    """The checkpoint to go on from. One that is named is the newest of `run`, or begins a new run there."""
+    newest = checkpoint.latest(run)
+    if resume == "auto" or (resume == "never" and newest is None):
+        return newest
+    if resume == "never":
+        remedy = "Pass --resume auto to continue it, or another --out."
+        bad_value("out", expected="a folder without a run", got=run, remedy=remedy)
+    folder = Path(resume).resolve()
+    if not folder.is_dir():
+        expected = "auto, never or the folder of a checkpoint"
+        remedy = "They are RUN/checkpoints/step-... and RUN/best."
+        bad_value("resume", expected=expected, got=resume, remedy=remedy)
+    if newest is not None and newest.resolve() != folder:
+        # Its newer checkpoints would be found again by the next `auto`, and mixed with those of this run.
+        remedy = "Pass --resume auto to continue from there, or another --out to start a new run from your checkpoint."
+        bad_value("resume", expected=f"{newest}, the newest in --out", got=folder, remedy=remedy)
+    return folder
+
+
+def run_of(folder: Path) -> Path:
+    """The run that a checkpoint belongs to, with the tokenizer of its towers."""
+    return folder.parent.parent
+
+
+def check_options(saved: Mapping[str, Mapping[str, Any]], config: TrainConfig) -> None:
+    """Refuse options with which the weights and the optimiser of a checkpoint could not be used."""
+    for name, before, now in _must_agree(saved, to_dict(config)):
+        if before != now:
+            remedy = (
+                f"Pass --{name.replace('_', '-')} {before} to continue the run, or --resume never and another --out."
+            )
+            bad_value(name, expected=f"{before}, as in the checkpoint", got=now, remedy=remedy)
+
+
+def _must_agree(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(option, its value in the checkpoint, its value now)"""
+    for name, before in saved["towers"].items():
+        if name not in _FREE:
+            yield name, before, now["towers"].get(name)
+    yield "optimizer", saved["optim"]["optimizer"], now["optim"]["optimizer"]
+    before, after = saved["loss"]["loss"], now["loss"]["loss"]
+    if "siglip" in (before, after):  # it alone has a bias to learn
+        yield "loss", before, after

@@ -1,0 +1,149 @@
+"""Options of a run: each does what it says, in runs of a few steps."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from contratile.bench.cases import cure_torchvision
+from contratile.train.loop import Trainer
+from contratile.train.track import history
+from tests.train.runs import clip_folder, losses, sentence_folder, shapes, small, texts, weights
+
+LOSSES = ["clip", "infonce", "siglip", "ntxent", "supcon"]
+SHORT: dict[str, Any] = {"steps": 3, "eval_every": 3, "save_every": 3}
+# The compiler's own imports use what it has deprecated.
+own_deprecations = pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shapes(tmp_path_factory.mktemp("shapes"))
+
+
+@pytest.fixture(scope="module")
+def usual(table: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of a run without any option."""
+    out = tmp_path_factory.mktemp("usual")
+    Trainer(small(table, out, **SHORT)).run()
+    return losses(out)
+
+
+# --- precision ----------------------------------------------------------------------------------------------------
+
+
+def test_bf16_is_near_fp32(table: Path, tmp_path: Path, usual: list[float]) -> None:
+    Trainer(small(table, tmp_path, precision="bf16", **SHORT)).run()
+    found = losses(tmp_path)
+    assert found != usual
+    assert found == pytest.approx(usual, abs=0.05)
+    assert {x.dtype for x in weights(tmp_path).values() if x.is_floating_point()} == {torch.float32}
+
+
+def test_fp16_wants_an_accelerator(table: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"precision: expected fp32 or bf16 on a CPU, got fp16. fp16 needs an acc"):
+        Trainer(small(table, tmp_path, precision="fp16"))
+    assert not list(tmp_path.iterdir())
+
+
+# --- memory and speed: the same results ---------------------------------------------------------------------------
+
+
+def calls_of_layers(trainer: Trainer) -> list[int]:
+    """A list that grows by one whenever a linear layer of the left tower computes."""
+    calls: list[int] = []
+    linear = next(module for module in trainer.towers.left.modules() if isinstance(module, nn.Linear))
+    linear.register_forward_hook(lambda *args: calls.append(1))
+    return calls
+
+
+def test_checkpointing_computes_again_and_changes_nothing(table: Path, tmp_path: Path, usual: list[float]) -> None:
+    counts = []
+    for name, on in (("off", False), ("on", True)):
+        trainer = Trainer(small(table, tmp_path / name, checkpointing=on, **SHORT))
+        calls = calls_of_layers(trainer)
+        trainer.run()
+        counts.append(len(calls))
+    assert losses(tmp_path / "on") == usual
+    assert counts[1] > counts[0]
+
+
+@pytest.mark.slow
+@own_deprecations
+def test_compiled_towers_learn_the_same(table: Path, tmp_path: Path) -> None:
+    torch._dynamo.reset()  # type: ignore[no-untyped-call]  # torch does not annotate it
+    for name, on in (("plain", False), ("compiled", True)):
+        trainer = Trainer(small(table, tmp_path / name, compile=on, chunk=32, **{**SHORT, "steps": 2}))
+        kinds = {type(encoder).__name__ for encoder in trainer.cache.feed.encoders}
+        assert kinds == ({"OptimizedModule"} if on else {"Tower"})
+        trainer.run()
+    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
+
+
+def test_workers_change_nothing(table: Path, tmp_path: Path, usual: list[float]) -> None:
+    """The towers' preparation travels to other processes."""
+    Trainer(small(table, tmp_path, workers=1, **SHORT)).run()
+    assert losses(tmp_path) == usual
+
+
+# --- optimisers and schedules -------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")  # packages that timm imports
+@pytest.mark.parametrize("optimizer", ["SGD", "adagrad", "adafactor", "timm:lion"])
+def test_other_optimizers_train_and_go_on_exactly(
+    table: Path, tmp_path: Path, optimizer: str, usual: list[float]
+) -> None:
+    cure_torchvision()
+    options: dict[str, Any] = {"optimizer": optimizer, "steps": 3, "eval_every": 3, "save_every": 1, "keep": 9}
+    options |= {"momentum": 0.9} if optimizer == "SGD" else {}
+    Trainer(small(table, tmp_path / "whole", **options)).run()
+    found = losses(tmp_path / "whole")
+    assert found[0] == usual[0] and found[2] != usual[2]
+    middle = tmp_path / "whole" / "checkpoints" / "step-00000002"
+    Trainer(small(table, tmp_path / "again", resume=str(middle), **options)).run()
+    assert losses(tmp_path / "again") == found[2:]
+    a, b = weights(tmp_path / "whole"), weights(tmp_path / "again")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_constant_schedule(table: Path, tmp_path: Path) -> None:
+    Trainer(small(table, tmp_path, schedule="constant", warmup=2, lr=1e-3, **{**SHORT, "steps": 4})).run()
+    rates = [entry["lr"] for entry in history(tmp_path) if "lr" in entry]
+    assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3])
+
+
+# --- every loss with every kind of towers -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    return {"hf": f"hf:{clip_folder(folder / 'clip')}", "st": f"st:{sentence_folder(folder / 'sentences')}"}
+
+
+@pytest.mark.filterwarnings("ignore")  # of sentence-transformers, about a model without its own pooling
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("kind", ["hf", "st"])
+def test_every_loss_with_every_kind_of_towers(
+    table: Path, tmp_path: Path, models: dict[str, str], kind: str, loss: str
+) -> None:
+    data = table if kind == "hf" else texts(tmp_path)
+    config = small(data, tmp_path / "run", towers=models[kind], loss=loss, pixels=0, **SHORT)
+    trainer = Trainer(config)
+    before = {name: x.clone() for name, x in trainer.towers.state_dict().items()}
+    outcome = trainer.run()
+    assert outcome.finished and len(losses(tmp_path / "run")) == 3
+    changed = {name.split(".")[0] for name, x in weights(tmp_path / "run").items() if not torch.equal(x, before[name])}
+    assert changed == {"left", "right", "log_scale"} | ({"bias"} if loss == "siglip" else set())
+
+
+@pytest.mark.peers
+def test_open_clip_towers_train(table: Path, tmp_path: Path) -> None:
+    cure_torchvision()
+    config = small(table, tmp_path, towers="open_clip:ViT-S-32-alt", pixels=32, batch=8, chunk=4, **SHORT)
+    assert Trainer(config).run().finished
+    first, *_, last = losses(tmp_path)
+    assert first != last
