@@ -48,7 +48,7 @@ def sized(config: DataConfig, split: Any) -> Indexed:
 
 
 def test_a_stream_has_no_limit(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="limit: expected data with a length, got pipe:cat x. Name fewer shards"):
+    with pytest.raises(ValueError, match=r"limit: expected data with a length, got pipe:cat x\. Name fewer shards"):
         open_source(DataConfig(data="pipe:cat x", limit=5), "train")
 
 

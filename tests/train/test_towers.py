@@ -111,6 +111,20 @@ def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
             build_towers(TowerConfig(towers=name))
 
 
+def test_a_residual_head_starts_as_nothing() -> None:
+    torch.manual_seed(0)
+    plain = build_towers(TowerConfig(width=32, depth=1), texts=TEXTS)
+    torch.manual_seed(0)
+    towers = build_towers(TowerConfig(width=32, depth=1, head="residual", lock="both"), texts=TEXTS)
+    images = towers.left.prepare(IMAGES)
+    assert torch.equal(towers.left(images), plain.left(images))
+    towers.left(images).square().sum().backward()
+    trained = {name for name, p in towers.left.named_parameters() if p.grad is not None}
+    assert trained == {f"head.mlp.{i}.{kind}" for i in (0, 2) for kind in ("weight", "bias")}
+    with pytest.raises(ValueError, match="dim: expected the backbone's 32 with --head residual, got 8"):
+        build_towers(TowerConfig(width=32, depth=1, head="residual", dim=8), texts=TEXTS)
+
+
 def test_any_width(tmp_path: Path) -> None:
     """Also one that 32 does not divide."""
     assert check(TowerConfig(width=100, depth=1)).left.width == 100

@@ -78,7 +78,7 @@ def _train(config: "TrainConfig") -> int:
         return 0
     written = finish(config, trainer.held_out, outcome)
     guess = chance(len(outcome.encoded.keys))
-    print(f"{len(outcome.encoded.keys):,} held-out pairs of {trainer.held_out.name}")
+    print("\n".join(written.notes))
     print("\n".join(table(outcome.metrics, guess, trainer.towers.kinds)))
     print(f"R@10 is {outcome.metrics[BEST] / guess[BEST]:.0f} times chance")
     print(f"report: {written.report}")

@@ -34,10 +34,11 @@ ROWS, COLUMNS = 8, 8
 
 
 class Written(NamedTuple):
-    """The files of a finished run."""
+    """The files of a finished run, and what the report says beside the figures."""
 
     report: Path
     sheet: Path | None
+    notes: list[str]
 
 
 def finish(config: TrainConfig, source: Source, outcome: Outcome) -> Written:
@@ -71,7 +72,7 @@ def finish(config: TrainConfig, source: Source, outcome: Outcome) -> Written:
         sheet=sheet or b"",
         notes=notes,
     )
-    return Written(report, path)
+    return Written(report, path, notes)
 
 
 def held_out_sheet(source: Source, encoded: Encoded) -> bytes | None:

@@ -22,7 +22,6 @@ from contratile.data.sample import Broken, Indexed, Source
 from contratile.train.evaluate import to_device
 from contratile.train.towers import Tower
 
-
 CHUNK = 256
 """Samples at a time, at most: larger ones are no faster where nothing is kept for a backward pass."""
 

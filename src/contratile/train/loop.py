@@ -144,6 +144,8 @@ class Trainer:
         metrics: dict[str, float] = {}
         encoded: Encoded | None = None
         with Tracker(self.config, steps=self.steps, step=self.step, main=self.main) as tracker, signals() as received:
+            if self.step == 0:
+                tracker.evaluation(0, self.evaluate()[0])  # what training starts from
             for batch in self.loader:
                 if self.step >= self.steps or self._agree(bool(received)):
                     break
