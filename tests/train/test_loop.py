@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from contratile.train import checkpoint
-from contratile.train.config import to_toml
+from contratile.train.config import load_config, to_toml
 from contratile.train.loop import Trainer
 from contratile.train.track import history
 from tests.ranks import accelerate_launch, launch_environment, torchrun
@@ -81,6 +82,24 @@ def test_dense_and_tiled_train_the_same(table: Path, tmp_path: Path) -> None:
         Trainer(small(table, tmp_path / backend, backend=backend, steps=50, lr=5e-4, eval_every=50)).run()
     a, b = (torch.tensor(losses(tmp_path / backend)) for backend in ("dense", "torch"))
     assert (a - b).abs().max() < 1e-4
+
+
+@pytest.mark.slow
+def test_dense_and_tiled_train_the_same_on_icons(tmp_path: Path) -> None:
+    """The recipe of the demo with smaller towers and batches."""
+    recipe = load_config(Path(__file__).parents[2] / "recipes" / "icons.toml")
+    metrics = []
+    for backend in ("dense", "torch"):
+        config = replace(
+            recipe,
+            run=replace(recipe.run, out=tmp_path / backend, batch=1024, steps=50, eval_every=25),
+            towers=replace(recipe.towers, width=32, depth=1),
+            loss=replace(recipe.loss, backend=backend),
+        )
+        metrics.append(Trainer(config).run().metrics)
+    a, b = (torch.tensor(losses(tmp_path / backend)) for backend in ("dense", "torch"))
+    assert len(a) == 50 and (a - b).abs().max() < 1e-4
+    assert metrics[0] == pytest.approx(metrics[1], abs=2e-3, rel=2e-3)
 
 
 def test_a_locked_side_keeps_its_weights_and_is_encoded_once(
