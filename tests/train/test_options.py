@@ -73,7 +73,7 @@ def test_checkpointing_computes_again_and_changes_nothing(table: Path, tmp_path:
 @pytest.mark.slow
 @own_deprecations
 def test_compiled_towers_learn_the_same(table: Path, tmp_path: Path) -> None:
-    torch._dynamo.reset()  # type: ignore[no-untyped-call]  # torch does not annotate it
+    torch._dynamo.reset()
     for name, on in (("plain", False), ("compiled", True)):
         trainer = Trainer(small(table, tmp_path / name, compile=on, chunk=32, **{**SHORT, "steps": 2}))
         kinds = {type(encoder).__name__ for encoder in trainer.cache.feed.encoders}
