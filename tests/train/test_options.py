@@ -140,6 +140,7 @@ def test_every_loss_with_every_kind_of_towers(
     assert changed == {"left", "right", "log_scale"} | ({"bias"} if loss == "siglip" else set())
 
 
+@pytest.mark.slow
 @pytest.mark.peers
 def test_open_clip_towers_train(table: Path, tmp_path: Path) -> None:
     cure_torchvision()
