@@ -58,13 +58,13 @@ def make_table(folder: Path) -> Path:
         for colour, shape, place in product(COLOURS, SHAPES, PLACES):
             name = f"{colour}-{shape}-{place}.png"
             draw(colour, shape, place).save(folder / name)
-            table.writerow([name, f"a {colour} {shape} at the {place}"])
+            table.writerow([name, f"{colour} {shape} at the {place}"])
     return path
 
 
 def main(folder: Path) -> None:
     config = TrainConfig(
-        run=RunConfig(out=folder / "run", batch=128, chunk=32, steps=60, eval_every=20),
+        run=RunConfig(out=folder / "run", batch=128, chunk=32, steps=40, eval_every=20),
         data=DataConfig(data=str(make_table(folder / "pictures")), test_share=0.2),
         towers=TowerConfig(towers="tiny", width=64, depth=2, patch=8),
         optim=OptimConfig(lr=3e-3, warmup=5),
@@ -81,7 +81,7 @@ def main(folder: Path) -> None:
     name = "text_to_image_R@5"
     print(f"{len(held_out.keys)} held-out pictures: R@5 {metrics[name]:.3f}, chance {guess[name]:.3f}")
 
-    query, gallery = "a red ring", load_gallery(folder / "run")
+    query, gallery = "red ring", load_gallery(folder / "run")
     with torch.no_grad():
         features = towers.right(towers.right.prepare([query]))
     scores, places = ct.nearest(features, gallery.left, 3)

@@ -73,7 +73,7 @@ def test_checkpointing_computes_again_and_changes_nothing(table: Path, tmp_path:
 @pytest.mark.slow
 @own_deprecations
 def test_compiled_towers_learn_the_same(table: Path, tmp_path: Path) -> None:
-    torch._dynamo.reset()  # type: ignore[no-untyped-call]  # torch does not annotate it
+    torch._dynamo.reset()
     for name, on in (("plain", False), ("compiled", True)):
         trainer = Trainer(small(table, tmp_path / name, compile=on, chunk=32, **{**SHORT, "steps": 2}))
         kinds = {type(encoder).__name__ for encoder in trainer.cache.feed.encoders}
@@ -140,6 +140,7 @@ def test_every_loss_with_every_kind_of_towers(
     assert changed == {"left", "right", "log_scale"} | ({"bias"} if loss == "siglip" else set())
 
 
+@pytest.mark.slow
 @pytest.mark.peers
 def test_open_clip_towers_train(table: Path, tmp_path: Path) -> None:
     cure_torchvision()

@@ -23,7 +23,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shards_of(trainer: Trainer) -> tuple[int, int]:
     """Numbers of the towers that this process holds, and of the towers."""
     parameters = [p for tower in (trainer.towers.left, trainer.towers.right) for p in tower.parameters()]
-    held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in parameters)  # type: ignore[operator]
+    held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in parameters)
     return held, sum(p.numel() for p in parameters)
 
 

@@ -102,9 +102,9 @@ def labelled(texts: Sequence[str], names: Sequence[str]) -> Labelled:
     place = {name.casefold(): index for index, name in enumerate(names)}
     found = [(row, place[text.casefold()]) for row, text in enumerate(texts) if text.casefold() in place]
     if not found:
-        shown = ", ".join(repr(name) for name in names[:3])
+        shown = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
         remedy = f"A sample's class is its text; the first one here is {texts[0]!r}."
-        bad_value("classes", expected="names that are texts of the data", got=f"{shown}, ...", remedy=remedy)
+        bad_value("classes", expected="names that are texts of the data", got=shown, remedy=remedy)
     rows, targets = torch.tensor(found).unbind(1)
     return Labelled(rows, targets)
 

@@ -311,7 +311,7 @@ def check_sharding(config: TrainConfig, world: int) -> None:
 
 
 def finite(x: Tensor) -> bool:
-    return bool(torch.isfinite(x.full_tensor() if is_shard(x) else x).all())  # type: ignore[operator]  # mypy sees no shards
+    return bool(torch.isfinite(x.full_tensor() if is_shard(x) else x).all())  # type: ignore[attr-defined]  # of shards
 
 
 def scale_of(towers: Towers) -> float:
