@@ -16,6 +16,7 @@ METRICS = {
 def test_a_line() -> None:
     told = "text to image R@1 0.25, median rank 7 · image to text R@1 0.5, median rank 1 · zero shot top1 0.75"
     assert in_a_line(METRICS) == told
+    assert in_a_line(METRICS, ("text", "text")).startswith("right to left R@1 0.25, ")
 
 
 def test_a_table() -> None:

@@ -145,7 +145,7 @@ class Trainer:
         encoded: Encoded | None = None
         with Tracker(self.config, steps=self.steps, step=self.step, main=self.main) as tracker, signals() as received:
             if self.step == 0:
-                tracker.evaluation(0, self.evaluate()[0])  # what training starts from
+                tracker.evaluation(0, self.evaluate()[0], self.towers.kinds)  # what training starts from
             for batch in self.loader:
                 if self.step >= self.steps or self._agree(bool(received)):
                     break
@@ -157,7 +157,7 @@ class Trainer:
                 last, better = self.step == self.steps, False
                 if self.step % evaluate_at == 0 or last:
                     metrics, encoded = self.evaluate()
-                    tracker.evaluation(self.step, metrics)
+                    tracker.evaluation(self.step, metrics, self.towers.kinds)
                     better = metrics[BEST] > self.best
                     self.best = max(self.best, metrics[BEST])
                 if self.step % save_at == 0 or last or better:

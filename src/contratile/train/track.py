@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 import torch
 
 from contratile.errors import bad_value
-from contratile.train.words import in_a_line
+from contratile.train.words import PICTURES, in_a_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -94,11 +94,11 @@ class Tracker:
         if step % self._config.run.log_every == 0 or step == self._steps:
             self._record(step, values, "train")
 
-    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """An evaluation after a step."""
+    def evaluation(self, step: int, metrics: Mapping[str, float], kinds: tuple[str, str] = PICTURES) -> None:
+        """An evaluation after a step, of pairs of these kinds."""
         if self._main:
             self._record(step, dict(metrics), "eval")
-            self._screen.say(f"step {step}: {in_a_line(metrics)}")
+            self._screen.say(f"step {step}: {in_a_line(metrics, kinds)}")
 
     def _record(self, step: int, values: dict[str, Any], kind: str) -> None:
         # One write: a kill leaves the line whole or cuts the last one, which `rewind` then drops.

@@ -7,24 +7,30 @@ print("\\n".join(table(metrics, chance, kinds)))
 from collections.abc import Mapping
 
 WAYS = ("text_to_image", "image_to_text")
+PICTURES = ("image", "text")
 
 
-def in_a_line(metrics: Mapping[str, float]) -> str:
+def ways(kinds: tuple[str, str]) -> dict[str, str]:
+    """The directions by what they are called; of two texts neither is an image."""
+    names = ("text to image", "image to text") if "image" in kinds else ("right to left", "left to right")
+    return dict(zip(names, WAYS, strict=True))
+
+
+def in_a_line(metrics: Mapping[str, float], kinds: tuple[str, str] = PICTURES) -> str:
     """Each direction with its metrics but the mean rank; what belongs to none comes last."""
     parts = []
-    for way in WAYS:
+    for called, way in ways(kinds).items():
         mine = [f"{name} {value:.4g}" for name, value in of_way(metrics, way).items() if name != "mean rank"]
-        parts += [f"{way.replace('_', ' ')} {', '.join(mine)}"] if mine else []
+        parts += [f"{called} {', '.join(mine)}"] if mine else []
     rest = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in metrics.items() if not name.startswith(WAYS)]
     return " · ".join(parts + rest)
 
 
 def table(metrics: Mapping[str, float], chance: Mapping[str, float], kinds: tuple[str, str]) -> list[str]:
-    """A row for each direction and one for guessing, under one heading; of two texts neither is an image."""
-    names = ("text to image", "image to text") if "image" in kinds else ("right to left", "left to right")
-    found = {name: of_way(metrics, way) for name, way in zip(names, WAYS, strict=True)}
+    """A row for each direction and one for guessing, under one heading."""
+    found = {called: of_way(metrics, way) for called, way in ways(kinds).items()}
+    columns = list(next(iter(found.values())))
     found["chance"] = of_way(chance, WAYS[0])
-    columns = list(found[names[0]])
     rows = [["", *columns]]
     for name, values in found.items():
         rows.append([name, *(_number(column, values[column]) if column in values else "" for column in columns)])
