@@ -201,12 +201,11 @@ def sums_over(x: Inputs) -> Inputs:
 
 
 def as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
-    """A 0-d tensor on the features' device, at least fp32."""
+    """A 0-d tensor, at least fp32; of a number, on the features' device. There it is written: a copy would wait."""
     if isinstance(value, Tensor):
         return value if value.dim() == 0 else value.reshape(())
-    return torch.tensor(
-        value, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32, device=like.device
-    )
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return torch.scalar_tensor(value, dtype=dtype, device=like.device)
 
 
 def _tally(side: str, results: Results, spared: Tensor | None, pos: Tensor | None) -> Tally:

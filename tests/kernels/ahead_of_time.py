@@ -64,6 +64,9 @@ class Report(NamedTuple):
     copies: dict[str, int]
     """asynchronous copies into shared memory by name: cp.async, TMA"""
 
+    narrow: int
+    """stores of 2 bytes to memory"""
+
     traps: bool
 
     @property
@@ -78,6 +81,8 @@ class Report(NamedTuple):
             found.append("compiled to a trap")
         if self.spills:
             found.append(f"{self.spills} bytes of spills")
+        if self.narrow:
+            found.append(f"{self.narrow} stores of 2 bytes")
         return found
 
     def __str__(self) -> str:
@@ -157,6 +162,7 @@ def report(launch: Launch, target: Target) -> Report:
             *(name, target, warps, stages, registers, spills, metadata.shared, metadata.tmem_size or 0),
             mma=dict(Counter(re.findall(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b", ptx))),
             copies={copy: count for copy, form in copies.items() if (count := len(re.findall(form, ptx)))},
+            narrow=len(re.findall(r"\bst\.global\S*\.[bu]16\b", ptx)),
             traps=bool(re.search(r"^\s*trap;", ptx, re.MULTILINE)),
         )
     code = kernel.asm["amdgcn"]
@@ -165,6 +171,7 @@ def report(launch: Launch, target: Target) -> Report:
         *(name, target, warps, stages, _number(r"\.vgpr_count:\s+(\d+)", code), 4 * lanes_spilled, metadata.shared, 0),
         mma=dict(Counter(re.findall(r"\b(v_mfma)_\w+", code))),
         copies={},
+        narrow=len(re.findall(r"\b(?:global|buffer)_store_short\b", code)),
         traps="s_trap" in code,
     )
 

@@ -295,11 +295,11 @@ _stock_run, _stock_arguments = stock.GridExecutor.__call__, stock.GridExecutor._
 _stock_as_pointer, _stock_patch = stock._implicit_cvt, stock._patch_lang
 
 
-def _load(self: Any, ptrs: Any, mask: Any, other: Any, cache_policy: Any, is_volatile: Any) -> Any:
+def _load(self: Any, ptrs: Any, mask: Any, other: Any, *hints: Any) -> Any:
     true = _launch.touch("load", ptrs, mask.data)
     if other is None:
         other = _poison(ptrs.get_element_ty(), ptrs.data.shape)
-    return _stock_load(self, true, mask, other, cache_policy, is_volatile)
+    return _stock_load(self, true, mask, other, *hints)  # which are not the same in every version
 
 
 def _poison(dtype: Any, shape: tuple[int, ...]) -> Any:
@@ -309,8 +309,8 @@ def _poison(dtype: Any, shape: tuple[int, ...]) -> Any:
     return Handle(np.full(shape, 0x7FC0 if dtype == tl.bfloat16 else worst, numpy_dtype), dtype)
 
 
-def _store(self: Any, ptrs: Any, value: Any, mask: Any, cache_policy: Any) -> Any:
-    return _stock_store(self, _launch.touch("store", ptrs, mask.data), value, mask, cache_policy)
+def _store(self: Any, ptrs: Any, value: Any, mask: Any, *hints: Any) -> Any:
+    return _stock_store(self, _launch.touch("store", ptrs, mask.data), value, mask, *hints)
 
 
 def _rmw(self: Any, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:

@@ -58,10 +58,10 @@ class Step(NamedTuple):
 
     def gradient(self) -> Traffic:
         """Tiles again, with the label, score and gradient of each row's positive (16 bytes) and, of rows and columns,
-        the log-sum-exp and its gradient. Written are g and, for each tile, two sums."""
+        the log-sum-exp and its gradient. Written are g, in whole tiles, and two sums for each."""
         vectors = 4 + 16 * self.config.m + 8 * self.config.m + 8 * self.config.n
         loaded = self.tiles * (self.features_of_a_tile + vectors)
-        return Traffic(loaded, self.n**2 * self.itemsize + 8 * self.tiles)
+        return Traffic(loaded, self.tiles * (self.config.m * self.config.n * self.itemsize + 8))
 
     def products(self) -> Traffic:
         """dq += g k and dk += g^T q: each output tile reads its rows of one factor and columns of the other; fp32 sums

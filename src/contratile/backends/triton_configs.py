@@ -35,7 +35,7 @@ TABLE: dict[Arch, dict[str, Config]] = {
     86: {"16-bit": _WIDE, "tf32": _FP32, "tf32x3": _SLIM, "ieee": _IEEE},
     89: {"16-bit": _WIDE, "tf32": _FP32, "tf32x3": _SLIM, "ieee": _IEEE},
     90: {"16-bit": _WIDE, "tf32": _FP32, "tf32x3": _SLIM, "ieee": _IEEE},
-    100: {"16-bit": Config(128, 64, 64, 8, 3), "tf32": _SLIM, "tf32x3": _SLIM, "ieee": _IEEE},
+    100: {"16-bit": Config(128, 128, 32, 8, 4), "tf32": _SLIM, "tf32x3": _SLIM, "ieee": Config(64, 64, 16, 4, 3)},
     120: {"16-bit": Config(128, 128, 32, 8, 3), "tf32": _SLIM, "tf32x3": _SLIM, "ieee": _IEEE},
     "gfx90a": {"16-bit": _WIDE._replace(stages=2), "ieee": _IEEE},
     "gfx942": {"16-bit": _WIDE._replace(stages=2), "tf32": _FP32._replace(stages=2), "ieee": _IEEE},
@@ -106,12 +106,14 @@ class BackwardCut(NamedTuple):
 
 
 def cut_backward(n: int, m: int, config: Config, *, itemsize: int, symmetric: bool, workspace: int) -> BackwardCut:
-    """Chunks as the workspace allows, twice as high as wide (square for symmetric scores), in whole tiles.
+    """Chunks as the workspace allows, twice as high as wide (square for symmetric scores).
 
-    The products of a chunk are large in every dimension whatever N and M; a higher one visits the key gradients less.
+    They end where a tile ends, or with the last row and column. The products of a chunk are large in every dimension
+    whatever N and M; a higher one visits the key gradients less.
     """
     area = workspace // itemsize
-    cols = int((area if symmetric else area // 2) ** 0.5) // config.n * config.n
-    cols = max(config.n, min(cols, -(-m // config.n) * config.n))
+    step = config.m if symmetric else config.n
+    cols = int((area if symmetric else area // 2) ** 0.5) // step * step
+    cols = max(step, min(cols, -(-m // step) * step))
     rows = cols if symmetric else max(config.m, area // cols // config.m * config.m)
     return BackwardCut(min(rows, n), min(cols, m))

@@ -151,7 +151,7 @@ def forward_tiles(
     level = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if labels is not None:
-        label = tl.load(labels + at_row)
+        label = tl.load(labels + at_row).to(tl.int32)
         lowest = tl.min(label, 0)
         highest = tl.max(label, 0)
         own = tl.zeros([BLOCK_M], tl.float32)
@@ -171,7 +171,7 @@ def forward_tiles(
                 own += tl.sum(tl.where(positive, s, 0.0), 1)
             if SYMMETRIC:
                 if start >= height + BLOCK_M:
-                    other = tl.load(labels + at_col)
+                    other = tl.load(labels + at_col).to(tl.int32)
                     here = (other >= height) & (other < height + BLOCK_M) & (col < M)
                     mirrored = tl.sum(tl.where(other[None, :] == row[:, None], s, 0.0), 0)
                     tl.store(pos + col, mirrored, mask=here)
@@ -189,14 +189,14 @@ def forward_tiles(
                 tl.store(col_total + part, tl.sum(value, 0), mask=stored)
         else:
             s = tl.where(counted, s, float("-inf"))
-            if row_total is not None:
-                top = tl.maximum(level, tl.max(s, 1))
-                total = total * tl.exp2(level - top) + tl.sum(tl.exp2(s - top[:, None]), 1)
-                level = top
             if col_total is not None:
                 top = tl.maximum(tl.max(s, 0), LOWEST)
                 tl.store(col_level + part, top, mask=stored)
                 tl.store(col_total + part, tl.sum(tl.exp2(s - top[None, :]), 0), mask=stored)
+            if row_total is not None:
+                top = tl.maximum(level, tl.max(s, 1))
+                total = total * tl.exp2(level - top) + tl.sum(tl.exp2(s - top[:, None]), 1)
+                level = top
     if row_total is not None:
         part = tl.program_id(1).to(tl.int64) * part_rows + (row - first * BLOCK_M)
         if not SOFTPLUS:
@@ -264,13 +264,14 @@ def gradient_tiles(
     col_grad,
     pos,  # [N]
     pos_grad,
-    grad,  # [rows, cols] of the chunk
+    grad,  # [rows, cols] of the chunk, in whole tiles
     sums,  # [programs, 2]: of g <q, k> and of g
     D,
     first_row,  # the chunk: rows from here
     rows_end,
     first_col,
     cols_end,
+    grad_row,
     q_row,
     q_col,
     k_row,
@@ -299,11 +300,11 @@ def gradient_tiles(
     group = tl.program_id(0) // (GROUP * col_blocks)
     within = tl.program_id(0) % (GROUP * col_blocks)
     depth = tl.minimum(row_blocks - group * GROUP, GROUP)
-    row = first_row + (group * GROUP + within % depth) * BLOCK_M + tl.arange(0, BLOCK_M)
-    col = first_col + (within // depth) * BLOCK_N + tl.arange(0, BLOCK_N)
+    down = (group * GROUP + within % depth) * BLOCK_M + tl.arange(0, BLOCK_M)
+    across = (within // depth) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row, col = first_row + down, first_col + across
     at_row = tl.minimum(row, rows_end - 1).to(tl.int64)
     at_col = tl.minimum(col, cols_end - 1).to(tl.int64)
-    exists = (row < rows_end)[:, None] & (col < cols_end)[None, :]
     dots = tile_of_dots(
         query, key, at_row, at_col, D, q_row, q_col, k_row, k_col, PRECISION, EVEN_D, BLOCK_M, BLOCK_N, BLOCK_D
     )
@@ -312,10 +313,12 @@ def gradient_tiles(
         s += tl.load(bias)
     positive = None
     if labels is not None:
-        positive = (col[None, :] == tl.load(labels + at_row)[:, None]) & exists
+        label = tl.load(labels + at_row).to(tl.int32)
+        positive = col[None, :] == tl.where(row < rows_end, label, -1)[:, None]
         s = tl.where(positive, tl.load(pos + at_row)[:, None], s)
         if SYMMETRIC:
-            mirrored = (row[:, None] == tl.load(labels + at_col)[None, :]) & exists
+            other = tl.load(labels + at_col).to(tl.int32)
+            mirrored = row[:, None] == tl.where(col < cols_end, other, -1)[None, :]
             s = tl.where(mirrored, tl.load(pos + at_col)[None, :], s)
     counted = counted_pairs(row, col, at_row, at_col, rows_end, cols_end, positive, query_ids, key_ids, SELF)
     g = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -340,10 +343,10 @@ def gradient_tiles(
         if SYMMETRIC:
             g += tl.where(mirrored, tl.load(pos_grad + at_col)[None, :], 0.0)
     if sums is not None:
-        tl.store(sums + tl.program_id(0) * 2, tl.sum(tl.sum(g * dots, 1), 0))
-        tl.store(sums + tl.program_id(0) * 2 + 1, tl.sum(tl.sum(g, 1), 0))
+        tl.store(sums + tl.program_id(0) * 2, tl.sum(g * dots))
+        tl.store(sums + tl.program_id(0) * 2 + 1, tl.sum(g))
     if grad is not None:
         if PRECISION == "tf32":
             g = nearest_tf32(g)
-        place = (row - first_row).to(tl.int64)[:, None] * (cols_end - first_col) + (col - first_col)[None, :]
-        tl.store(grad + place, g.to(grad.dtype.element_ty), mask=exists)
+        place = down.to(tl.int64)[:, None] * grad_row + across[None, :]
+        tl.store(grad + place, g.to(grad.dtype.element_ty))

@@ -20,6 +20,7 @@ from triton.errors import TritonError
 
 from contratile.backends import triton_configs, triton_kernels
 from contratile.backends.block import Given, Gradients, KernelError, Levels, Scores, Side, Tensors
+from contratile.backends.precision import library_products
 from contratile.backends.triton_configs import Arch, Config, config_for, cut_backward, cut_forward, kind_of
 from contratile.pairs import PairRule
 from contratile.stats import Stats
@@ -46,7 +47,7 @@ class Launch(NamedTuple):
     def run(self) -> None:
         try:
             self.kernel[self.grid](**self.arguments, **self.options)
-        except (TritonError, RuntimeError, OSError, CalledProcessError) as error:
+        except (TritonError, RuntimeError, OSError, ImportError, CalledProcessError) as error:
             # The first launch builds the kernel. What fails on the device itself is no matter of building.
             if INTERPRETED or isinstance(error, torch.OutOfMemoryError) or str(error).startswith("Triton Error"):
                 raise
@@ -106,8 +107,8 @@ class Call(NamedTuple):
         return {
             "query": q,
             "key": key,
-            "alpha": self.scores.alpha.to(q.device),
-            "bias": None if self.scores.bias is None else self.scores.bias.to(q.device, torch.float32),
+            "alpha": _number(self.scores.alpha, q.device),
+            "bias": None if self.scores.bias is None else _number(self.scores.bias, q.device),
             "labels": _dense(rule.labels),
             "query_ids": _dense(rule.query_ids),
             "key_ids": _dense(rule.key_ids),
@@ -133,6 +134,11 @@ class Call(NamedTuple):
 
 def _options(warps: int, stages: int) -> dict[str, Any]:
     return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+
+
+def _number(x: Tensor, device: torch.device) -> Tensor:
+    """A 0-d tensor on the device, from the CPU by its value: a copy would wait for the device."""
+    return torch.scalar_tensor(x.item(), device=device) if x.is_cpu else x.to(device, torch.float32)
 
 
 def _dense(x: Tensor | None) -> Tensor | None:
@@ -231,7 +237,7 @@ def backward(scores: Scores, task: Task, given: Given, into: Gradients) -> None:
         return
     with _on(q.device):
         given, peak = _near_one(given, fp16=q.dtype == torch.float16)
-        factor = scores.alpha.to(q.device) * peak
+        factor = _number(scores.alpha, q.device) * peak
         call = Call(scores, task, Device.of(q.device))
         write, add_up = dq is not None or dk is not None, dalpha is not None or dbias is not None
         chunks = Chunks(call, given, write=write, add_up=add_up)
@@ -294,9 +300,10 @@ class Chunks:
             workspace=triton_configs.WORKSPACE_BYTES,
         )
         rows, cols = self.cut
-        self.grad = q.new_empty(rows * cols) if write else None
-        programs = -(-rows // config.m) * -(-cols // config.n)
-        self.parts = q.new_empty(programs, 2, dtype=torch.float32) if add_up else None
+        high, wide = -(-rows // config.m), -(-cols // config.n)
+        # In whole tiles: kernels write 16 bytes at a time, whatever the end of a chunk.
+        self.grad = q.new_empty(high * config.m, wide * config.n) if write else None
+        self.parts = q.new_empty(high * wide, 2, dtype=torch.float32) if add_up else None
         self.sums = q.new_zeros(2, dtype=torch.float32)
         col = given.row if symmetric else given.col
         self.arguments = call.arguments() | _side("row", given.row) | _side("col", col)
@@ -314,7 +321,8 @@ class Chunks:
         config = self.call.config
         programs = -(-(rows.stop - rows.start) // config.m) * -(-(cols.stop - cols.start) // config.n)
         chunk = {"first_row": rows.start, "rows_end": rows.stop, "first_col": cols.start, "cols_end": cols.stop}
-        arguments = self.arguments | chunk | {"grad": self.grad, "sums": self.parts}
+        stride = 0 if self.grad is None else self.grad.stride(0)
+        arguments = self.arguments | chunk | {"grad": self.grad, "grad_row": stride, "sums": self.parts}
         return self.call.launch(triton_kernels.gradient_tiles, (programs,), arguments)
 
     def compute(self, rows: slice, cols: slice) -> Tensor:
@@ -324,9 +332,7 @@ class Chunks:
         if self.parts is not None:
             share = 0.5 if self.symmetric and rows == cols else 1.0
             self.sums += self.parts[: launch.grid[0]].sum(0) * share
-        height, width = rows.stop - rows.start, cols.stop - cols.start
-        grad = self.sums[:0] if self.grad is None else self.grad[: height * width].view(height, width)
-        return grad
+        return self.sums[:0] if self.grad is None else self.grad[: rows.stop - rows.start, : cols.stop - cols.start]
 
 
 def _slices(start: int, stop: int, step: int) -> Iterator[slice]:
@@ -367,7 +373,8 @@ def add_product_(into: Tensor, a: Tensor, b: Tensor, *, first: bool = False) -> 
     elif adds_in_fp32(into.device, a.dtype):
         torch.addmm(into, a, b, out_dtype=torch.float32, beta=beta, out=into)
     else:
-        into.addmm_(a.to(into.dtype), b.to(into.dtype), beta=beta)
+        with library_products("tf32", into):  # TF32 holds every 16-bit number
+            into.addmm_(a.to(into.dtype), b.to(into.dtype), beta=beta)
 
 
 @cache

@@ -86,11 +86,11 @@ def test_no_large_tensor_is_made() -> None:
 
 
 def test_traffic_of_a_large_batch() -> None:
-    """N = 32k, D = 512, bf16: the paper's kernels move 825 GB. Tiles are slimmer on sm_100, which spills otherwise."""
+    """N = 32k, D = 512, bf16: the paper's kernels move 825 GB."""
     for arch in TABLE:
         config = config_for(arch, 512, "16-bit")
         step = Step(32768, 512, 2, config, processors=108, workspace=triton_configs.WORKSPACE_BYTES)
-        assert step.total <= (92e9 if arch == 100 else 80e9), (arch, step.total)
+        assert step.total <= 80e9, (arch, step.total)
     step = Step(32768, 512, 2, config_for(80, 512, "16-bit"), 108, triton_configs.WORKSPACE_BYTES)
     parts = [step.forward().total, step.gradient().total, step.products().total]
     forward, gradient, products = (f"{part / 1e9:.0f} GB" for part in parts)

@@ -68,6 +68,19 @@ def test_the_same_as_the_torch_backend(name: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
+def test_compiled_by_pytorch() -> None:
+    """Kernels stand behind the operator that `torch.compile` traces."""
+    q, k = numbers(N, D, seed=3, kind="ieee"), numbers(N, D, seed=4, kind="ieee")
+    eager = run(lambda *x: ct.clip_loss(*x, **HOW), q, k, SCALE)
+    compiled = torch.compile(lambda *x: ct.clip_loss(*x, **HOW), fullgraph=True, backend="aot_eager")
+    with launches() as seen:
+        traced = run(compiled, q, k, SCALE)
+    assert seen.programs["forward_tiles"] and seen.programs["gradient_tiles"]
+    for a, b in zip(eager.values + eager.grads, traced.values + traced.grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 # --- precision ----------------------------------------------------------------------------------------------------
 
 

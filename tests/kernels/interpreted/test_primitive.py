@@ -27,7 +27,8 @@ from contratile.backends.triton_configs import Config
 from tests.helpers import randn, run
 from tests.kernels.interpreter import launches, same_in_any_order
 
-N, M, D = 37, 50, 21
+N, M, D = 33, 37, 21
+"""Three tiles of 16 each way, the last ones all but empty, and two steps of features."""
 SCALE = torch.tensor(7.0)
 HOW: dict[str, Any] = {"backend": "triton", "tile": 16}
 DENSE: dict[str, Any] = {"backend": "dense"}
@@ -40,8 +41,8 @@ def workspace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return int(request.param)
 
 
-# Every kind of number meets some rules always and all rules in the slow tests.
-MANY = [pytest.param(kind, marks=pytest.mark.slow if kind in ("fp16", "tf32x3") else ()) for kind in KINDS]
+# Two kinds of number meet every rule always, the others some rules; all meet all in the slow tests.
+MANY = [pytest.param(kind, marks=() if kind in ("bf16", "ieee") else pytest.mark.slow) for kind in KINDS]
 
 
 @pytest.mark.parametrize("name", TWO_SETS)
