@@ -79,7 +79,7 @@ def pairs(folder: Path | None, limit: int) -> tuple[str, Dataset]:
     """Words and definitions, each of them once: a repeated one would be its own false negative."""
     source, found = "Python's standard library", python_pairs()
     try:
-        source, found = "WordNet", (sample[:2] for sample in wordnet.read(wordnet.find(folder)))
+        source, found = "WordNet", ((str(pair.left), pair.right) for pair in wordnet.read(wordnet.find(folder)))
     except ValueError:
         if folder is not None:
             raise
