@@ -265,7 +265,7 @@ def gradient_tiles(
     pos,  # [N]
     pos_grad,
     grad,  # [rows, cols] of the chunk, in whole tiles
-    sums,  # [programs, 2]: of g <q, k> and of g
+    sums,  # [programs, 2]: of g <q, k>, times alpha if there is no bias, and of g
     D,
     first_row,  # the chunk: rows from here
     rows_end,
@@ -331,18 +331,19 @@ def gradient_tiles(
             g = tl.where(positive, -g, g) * sigmoid(tl.where(positive, -s, s))
         else:
             g = g * sigmoid(s)
-        g = tl.where(counted, g, 0.0)
     else:
-        s = tl.where(counted, s, float("-inf"))
         if row_grad is not None:
             g += tl.load(row_grad + at_row)[:, None] * tl.exp2(s - tl.load(row_lse + at_row)[:, None])
         if col_grad is not None:
             g += tl.load(col_grad + at_col)[None, :] * tl.exp2(s - tl.load(col_lse + at_col)[None, :])
+    g = tl.where(counted, g, 0.0)  # whatever came out of the others, infinity too
     if pos_grad is not None:
         g += tl.where(positive, tl.load(pos_grad + at_row)[:, None], 0.0)
         if SYMMETRIC:
             g += tl.where(mirrored, tl.load(pos_grad + at_col)[None, :], 0.0)
     if sums is not None:
+        if bias is None:  # scores are alpha times the dots, which then need not be kept beside them
+            dots = s
         tl.store(sums + tl.program_id(0) * 2, tl.sum(g * dots))
         tl.store(sums + tl.program_id(0) * 2 + 1, tl.sum(g))
     if grad is not None:

@@ -237,7 +237,8 @@ def backward(scores: Scores, task: Task, given: Given, into: Gradients) -> None:
         return
     with _on(q.device):
         given, peak = _near_one(given, fp16=q.dtype == torch.float16)
-        factor = _number(scores.alpha, q.device) * peak
+        alpha = _number(scores.alpha, q.device)
+        factor = alpha * peak
         call = Call(scores, task, Device.of(q.device))
         write, add_up = dq is not None or dk is not None, dalpha is not None or dbias is not None
         chunks = Chunks(call, given, write=write, add_up=add_up)
@@ -245,9 +246,12 @@ def backward(scores: Scores, task: Task, given: Given, into: Gradients) -> None:
             _products_of_one_set(chunks, q, dq, factor)
         else:
             _products_of_two_sets(chunks, q, scores.k, into, factor)
-        for total, sum_ in ((dalpha, chunks.sums[0]), (dbias, chunks.sums[1])):
+        weighed, plain = chunks.sums * peak
+        if scores.bias is None:
+            weighed = weighed / alpha
+        for total, more in ((dalpha, weighed), (dbias, plain)):
             if total is not None:
-                total += (sum_ * peak).to(total.device)
+                total += more.to(total.device)
 
 
 def _products_of_two_sets(chunks: Chunks, q: Tensor, k: Tensor, into: Gradients, factor: Tensor) -> None:

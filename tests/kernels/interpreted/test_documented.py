@@ -42,4 +42,4 @@ def test_errors_are_those_of_the_documentation(kind: str) -> None:
     print(f"| {name} | {' | '.join(f'{error:.1e}' for error in found)} |")
     for error, said in zip(found, quoted, strict=True):
         assert error <= 2 * said, (found, quoted)
-        assert said < 1e-5 or error >= said / 2, (found, quoted)  # smaller ones are chance
+        assert said < 1e-4 or error >= said / 2, (found, quoted)  # smaller ones may be chance
