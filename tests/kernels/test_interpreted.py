@@ -34,7 +34,7 @@ def interpreted(file: str, marks: str) -> "CompletedProcess[str]":
 def done(request: pytest.FixtureRequest) -> Iterator[Done]:
     """The files that were selected; all are under way when the first is waited for."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    files = [item.callspec.params["file"] for item in items if item.function is test_interpreted]
+    files = [str(item.callspec.params["file"]) for item in items if item.function is test_interpreted]
     pool = ThreadPoolExecutor(2)
     try:
         yield {file: pool.submit(interpreted, file, request.config.option.markexpr) for file in files}
