@@ -96,7 +96,7 @@ MUTATIONS = [
              "one_set and ieee"),
     Mutation("diagonal chunk counted twice in the features", HOST, "if rows != cols:", "if True:",
              "one_set and ieee"),
-    Mutation("upstream factor forgotten in the keys", HOST, "dk.mul_(factor)", "dk.mul_(factor / peak)"),
+    Mutation("upstream factor forgotten in the keys", HOST, "dk.mul_(factor)", "dk.mul_(1.0)"),
     Mutation("chunks merged with too few parts", HOST,
              "yield _merge(into, col_parts, count,", "yield _merge(into, col_parts, 1,"),
     Mutation("row statistics of the wrong chunk", HOST, "yield _merge([x[rows] for x in row]",

@@ -36,7 +36,7 @@ TABLE: dict[Arch, dict[str, Config]] = {
     89: {"16-bit": _WIDE, "tf32": _FP32, "tf32x3": _SLIM, "ieee": _IEEE},
     90: {"16-bit": _WIDE, "tf32": _FP32, "tf32x3": _SLIM, "ieee": _IEEE},
     100: {"16-bit": Config(128, 128, 32, 8, 4), "tf32": _SLIM, "tf32x3": _SLIM, "ieee": Config(64, 64, 16, 4, 3)},
-    120: {"16-bit": Config(128, 128, 32, 8, 3), "tf32": _SLIM, "tf32x3": _SLIM, "ieee": _IEEE},
+    120: {"16-bit": Config(128, 128, 32, 8, 3), "tf32": _SLIM._replace(stages=4), "tf32x3": _SLIM, "ieee": _IEEE},
     "gfx90a": {"16-bit": _WIDE._replace(stages=2), "ieee": _IEEE},
     "gfx942": {"16-bit": _WIDE._replace(stages=2), "tf32": _FP32._replace(stages=2), "ieee": _IEEE},
 }
