@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from contratile.stats import take
+
 STEP = 2048
 """Classes in a slice, and rows that are gathered at once."""
 
@@ -51,7 +53,7 @@ def class_sums(
         ):
             table, size = _table(other, theirs, slots, alpha.dtype)
             for part in mine.chunks():
-                dots = table[part.slot].mul_(side[part.rows]).sum(1)
+                dots = take(table, part.slot).mul_(take(side, part.rows)).sum(1)
                 total[part.rows] = dots.mul_(alpha)
                 count[part.rows] = size[part.slot]
     return sums
@@ -76,9 +78,9 @@ def add_class_grads(
         for part in queries.chunks():
             grad = torch.zeros(len(part.rows), k.shape[1], dtype=alpha.dtype, device=k.device)
             if plain is not None and row is not None:
-                grad.addcmul_(plain[part.slot], row[part.rows].unsqueeze(1))
+                grad.addcmul_(take(plain, part.slot), row[part.rows].unsqueeze(1))
             if weighed is not None:
-                grad.add_(weighed[part.slot])
+                grad.add_(take(weighed, part.slot))
             dq.index_add_(0, part.rows, grad.mul_(alpha).to(dq.dtype))
 
 
@@ -88,7 +90,7 @@ def _table(
     """The (weighed) sum of each class's rows [slots, D], and their number."""
     table = torch.zeros(slots, x.shape[1], dtype=dtype, device=x.device)
     for part in members.chunks():
-        rows = x[part.rows].to(dtype)
+        rows = take(x, part.rows).to(dtype)
         if weights is not None:
             rows.mul_(weights[part.rows].unsqueeze(1))
         table.index_add_(0, part.slot, rows)
@@ -98,15 +100,19 @@ def _table(
 def _shared_classes(left: Tensor, right: Tensor) -> Iterator[tuple[_Members, _Members, int]]:
     """The classes that both sides have, a slice at a time: the members of each side, and how many classes."""
     values = torch.unique(left)
-    values = values[torch.isin(values, right)]
+    same = torch.equal(left, right)
+    if not same:
+        values = values[torch.isin(values, right)]
     if not len(values):
         return
     sides = []
-    for classes in (left.contiguous(), right.contiguous()):
+    for classes in (left.contiguous(),) if same else (left.contiguous(), right.contiguous()):
         slot = torch.searchsorted(values, classes).clamp_max_(len(values) - 1)
         index = (values[slot] == classes).nonzero().squeeze(1)
         slot, order = slot[index].sort(stable=True)
         sides.append((index[order], slot))
+    if same:
+        sides *= 2
     for start in range(0, len(values), STEP):
         slots = min(STEP, len(values) - start)
         bounds = torch.tensor([start, start + slots], device=left.device)

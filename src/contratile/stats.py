@@ -26,6 +26,11 @@ def part(x: Tensor, index: slice) -> Tensor:
     return x if index.stop - index.start == len(x) else x[index]
 
 
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """x[index]; on a CPU several times faster than indexing."""
+    return x.index_select(0, index)
+
+
 class Stats(NamedTuple):
     """The statistics of n rows or n columns."""
 

@@ -149,7 +149,7 @@ def plan_tiles(
             if symmetric or cols > rows:
                 cols = max(16, cols * 7 // 8)
         rows, cols = _even(n, rows), _even(m, cols)
-    diagonal = ceil(rows / 4 / 16) * 16 if symmetric and tile is None else 0
+    diagonal = ceil(rows / 2 / 16) * 16 if symmetric and tile is None else 0
     return TilePlan(n=n, m=m, d=d, rows=rows, cols=cols, itemsize=itemsize, symmetric=symmetric, diagonal=diagonal)
 
 

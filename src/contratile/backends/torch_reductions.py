@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from contratile.pairs import PairRule
-from contratile.stats import Stats, lowest, part
+from contratile.stats import Stats, lowest, part, take
 from contratile.tiles import Tile
 
 
@@ -205,11 +205,6 @@ class Direction:
         return self._weights[1]
 
 
-def _at(x: Tensor, labels: Tensor) -> Tensor:
-    """x[labels], at half the cost for few."""
-    return x.index_select(0, labels)
-
-
 class LseWeights:
     """g = sum over sides of grad * exp2(s - lse2).
 
@@ -227,7 +222,9 @@ class LseWeights:
             other = row if mirrored else col
             self._both = self._own
             if other is not None:
-                self._both = torch.addcmul(self._own, _at(other.grad, labels), (pos - _at(other.lse2, labels)).exp2_())
+                self._both = torch.addcmul(
+                    self._own, take(other.grad, labels), (pos - take(other.lse2, labels)).exp2_()
+                )
 
     def positive(self, rows: slice, *, both: bool) -> Tensor:
         return part(self._both if both else self._own, rows)
@@ -291,7 +288,7 @@ class SoftplusWeights:
         """The gradients of the sums; `labels` and `pos` lead to the rows' positives."""
         self.row, self.col = row, col
         if labels is not None and pos is not None:
-            self._own = (-pos).sigmoid_().mul_(row if col is None else row + _at(col, labels)).neg_()
+            self._own = (-pos).sigmoid_().mul_(row if col is None else row + take(col, labels)).neg_()
 
     def weigh(self, s_RC: Tensor, g_RC: Tensor, spare_RC: Tensor, tile: Tile) -> None:
         grad = part(self.row, tile.rows).unsqueeze(1)

@@ -111,6 +111,11 @@ def backward(scores: Scores, task: Task, given: Given, into: Gradients) -> None:
         q_RD = ws.query(scores.q, block, alpha)
         dq_RD = ws.query_grad(block)
         for number, tile in enumerate(tiles):
+            # On the diagonal of symmetric scores a tile is its own transpose: with the weights of both sides one
+            # product does for two, and meets every pair twice.
+            twice = tile.rows == tile.cols and scores.k is None and dq is not None
+            if twice:
+                tile = tile._replace(mirrored=True)
             k_CD = ws.key(scores.key, tile.cols)
             g_RC, spare_RC = ws.tile(0, tile), ws.tile(1, tile)
             s_RC = scores.cached(tile)
@@ -128,10 +133,12 @@ def backward(scores: Scores, task: Task, given: Given, into: Gradients) -> None:
                     at.add_(part(pos_grad, at.rows))
             if dq is not None:
                 dq_RD.addmm_(g_RC, k_CD, beta=min(number, 1))  # the first product writes, the others add
-            if dk is not None:
+            if dk is not None and not twice:
                 part(dk, tile.cols).addmm_(g_RC.t(), q_RD)
+            if dalpha is not None and twice:
+                dalpha -= torch.dot(q_RD.flatten(), dq_RD.flatten()) / (2 * alpha)
             if dbias is not None:
-                dbias += g_RC.sum()
+                dbias += g_RC.sum() / (2 if twice else 1)
             if dalpha is not None and keep_scores:
                 # An excluded pair has s = -inf and g = 0: its product is 0, not NaN. Positives always have a score.
                 torch.clamp(s_RC, min=lowest(s_RC.dtype), out=spare_RC)
