@@ -63,6 +63,17 @@ def clip_folder(folder: Path) -> Path:
     return folder
 
 
+def siglip_folder(folder: Path) -> Path:
+    """A small SigLIP with tokenizer; image facts are left to their defaults."""
+    from transformers import SiglipConfig, SiglipModel
+
+    vocabulary = _tokenizer(folder).get_vocab_size()
+    text = {**SHAPE, "vocab_size": vocabulary, "max_position_embeddings": 12, "projection_size": SHAPE["hidden_size"]}
+    vision = {**SHAPE, "image_size": 16, "patch_size": 8}
+    SiglipModel(SiglipConfig(text_config=text, vision_config=vision)).save_pretrained(folder)
+    return folder
+
+
 def sentence_folder(folder: Path) -> Path:
     """A small BERT with tokenizer: a text model of transformers, and of sentence-transformers."""
     from transformers import BertConfig, BertModel

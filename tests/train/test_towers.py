@@ -11,7 +11,7 @@ from PIL import Image
 from contratile.bench.cases import cure_torchvision
 from contratile.train.backbones import train_tokenizer
 from contratile.train.towers import TowerConfig, build_towers, save_recipe
-from tests.train.runs import SHAPE, clip_folder, sentence_folder
+from tests.train.runs import SHAPE, clip_folder, sentence_folder, siglip_folder
 
 cure_torchvision()
 TEXTS = ["red circle", "a blue square", "green"]
@@ -59,17 +59,28 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return clip_folder(tmp_path_factory.mktemp("clip"))
 
 
-def test_hf_clip(clip: Path) -> None:
-    from transformers import CLIPModel
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_hf_two_towers(kind: str, clip: Path, tmp_path: Path) -> None:
+    """Features as the model itself gives them."""
+    from transformers import AutoModel
 
-    towers = check(TowerConfig(towers=f"hf:{clip}"))
-    model = CLIPModel.from_pretrained(clip)
+    folder = clip if kind == "clip" else siglip_folder(tmp_path)
+    towers = check(TowerConfig(towers=f"hf:{folder}"), bias=kind == "siglip")
+    model = AutoModel.from_pretrained(folder)
     tokens = towers.right.prepare(TEXTS)
     with torch.no_grad():
         theirs = model(**tokens, pixel_values=towers.left.backbone[0](towers.left.prepare(IMAGES)))
         ours = towers.left(towers.left.prepare(IMAGES)), towers.right(tokens)
     torch.testing.assert_close(ours, (theirs.image_embeds, theirs.text_embeds))
-    assert towers.left.backbone[0].mean == (0.5, 0.5, 0.5)
+
+
+def test_hf_clip_knows_its_pixels(clip: Path) -> None:
+    assert build_towers(TowerConfig(towers=f"hf:{clip}")).left.backbone[0].mean == (0.5, 0.5, 0.5)
+
+
+def test_hf_siglip_pads_to_the_full_length(tmp_path: Path) -> None:
+    towers = build_towers(TowerConfig(towers=f"hf:{siglip_folder(tmp_path)}"))
+    assert towers.right.prepare(["green"])["input_ids"].shape == (1, 12)
 
 
 def test_hf_pair(tmp_path: Path) -> None:

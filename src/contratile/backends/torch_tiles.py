@@ -138,7 +138,7 @@ def backward(scores: Scores, task: Task, given: Given, into: Gradients) -> None:
             if dalpha is not None and twice:
                 dalpha -= torch.dot(q_RD.flatten(), dq_RD.flatten()) / (2 * alpha)
             if dbias is not None:
-                dbias += g_RC.sum() / (2 if twice else 1)
+                dbias += g_RC.sum()
             if dalpha is not None and keep_scores:
                 # An excluded pair has s = -inf and g = 0: its product is 0, not NaN. Positives always have a score.
                 torch.clamp(s_RC, min=lowest(s_RC.dtype), out=spare_RC)
