@@ -46,7 +46,7 @@ def class_sums(
 ) -> ClassSums:
     """The sums over one block of queries and one of keys. A side that is not asked for stays 0."""
     sums = ClassSums(*(torch.zeros(len(x), dtype=alpha.dtype, device=q.device) for x in (q, q, k, k)))
-    for queries, keys, slots in _shared_classes(query_classes, key_classes):
+    for queries, keys, slots in _by_class(query_classes, key_classes):
         for side, other, mine, theirs, total, count in (
             *([(q, k, queries, keys, sums.row, sums.row_count)] if rows else []),
             *([(k, q, keys, queries, sums.col, sums.col_count)] if cols else []),
@@ -72,7 +72,7 @@ def add_class_grads(
 
     The keys' gradient is the same with the sides exchanged.
     """
-    for queries, keys, slots in _shared_classes(query_classes, key_classes):
+    for queries, keys, slots in _by_class(query_classes, key_classes):
         plain = None if row is None else _table(k, keys, slots, alpha.dtype)[0]
         weighed = None if col is None else _table(k, keys, slots, alpha.dtype, col)[0]
         for part in queries.chunks():
@@ -97,25 +97,22 @@ def _table(
     return table, torch.bincount(members.slot, minlength=slots).to(dtype)
 
 
-def _shared_classes(left: Tensor, right: Tensor) -> Iterator[tuple[_Members, _Members, int]]:
-    """The classes that both sides have, a slice at a time: the members of each side, and how many classes."""
+def _by_class(left: Tensor, right: Tensor) -> Iterator[tuple[_Members, _Members, int]]:
+    """The left side's classes, a slice at a time: the members of each side, and how many classes."""
     values = torch.unique(left)
-    same = torch.equal(left, right)
-    if not same:
-        values = values[torch.isin(values, right)]
-    if not len(values):
-        return
-    sides = []
-    for classes in (left.contiguous(),) if same else (left.contiguous(), right.contiguous()):
-        slot = torch.searchsorted(values, classes).clamp_max_(len(values) - 1)
-        index = (values[slot] == classes).nonzero().squeeze(1)
-        slot, order = slot[index].sort(stable=True)
-        sides.append((index[order], slot))
-    if same:
-        sides *= 2
+    sides = [_sorted(left, values)]
+    sides.append(sides[0] if torch.equal(left, right) else _sorted(right, values))
     for start in range(0, len(values), STEP):
         slots = min(STEP, len(values) - start)
         bounds = torch.tensor([start, start + slots], device=left.device)
-        cuts = [slice(*torch.searchsorted(slot, bounds).tolist()) for _, slot in sides]
-        members = [_Members(index[cut], slot[cut] - start) for (index, slot), cut in zip(sides, cuts, strict=True)]
-        yield members[0], members[1], slots
+        cuts = [slice(*torch.searchsorted(side.slot, bounds).tolist()) for side in sides]
+        mine, theirs = (_Members(side.rows[cut], side.slot[cut] - start) for side, cut in zip(sides, cuts, strict=True))
+        yield mine, theirs, slots
+
+
+def _sorted(classes: Tensor, values: Tensor) -> _Members:
+    """The rows whose class is among the values, in the order of their classes."""
+    slot = torch.searchsorted(values, classes.contiguous()).clamp_max_(len(values) - 1)
+    rows = (values[slot] == classes).nonzero().squeeze(1) if len(values) else slot[:0]
+    slot, order = slot[rows].sort(stable=True)
+    return _Members(rows[order], slot)
