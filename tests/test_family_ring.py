@@ -258,6 +258,14 @@ def test_queue_keys_survive_the_next_enqueue() -> None:
     torch.testing.assert_close(torch.autograd.grad(loss, q), want)
 
 
+@pytest.mark.parametrize("moved", [True, False])
+def test_queue_on_another_device(moved: bool) -> None:
+    """The memory of "meta" cannot be read: `enqueue` waits for no device, and mixes none."""
+    queue = ct.MemoryQueue(8, 2, with_ids=True, device=None if moved else "meta").to("meta")
+    assert {buffer.device.type for buffer in queue.buffers()} == {"meta"}
+    queue.enqueue(torch.zeros(3, 2, device="meta"), torch.zeros(3, dtype=torch.long, device="meta"))
+
+
 def test_queue_refusals() -> None:
     with pytest.raises(ValueError, match="size: expected at least 1"):
         ct.MemoryQueue(0, 4)

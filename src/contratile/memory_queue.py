@@ -40,9 +40,8 @@ class MemoryQueue(nn.Module):
         self.size, self.with_ids, self.group = size, with_ids, group
         self.register_buffer("buffer", torch.zeros(size, dim, dtype=dtype, device=device))
         self.register_buffer("ids_buffer", torch.zeros(size if with_ids else 0, dtype=torch.long, device=device))
-        # On the CPU, so that nobody waits for a device to learn how full the queue is.
-        self.register_buffer("cursor", torch.zeros((), dtype=torch.long))
-        self.register_buffer("filled", torch.zeros((), dtype=torch.long))
+        self.register_buffer("cursor", torch.zeros((), dtype=torch.long, device=device))
+        self.register_buffer("filled", torch.zeros((), dtype=torch.long, device=device))
 
     def __len__(self) -> int:
         return int(self.filled)
@@ -74,10 +73,10 @@ class MemoryQueue(nn.Module):
             check_vector("ids", ids, length=len(keys), device=keys.device)
         team = Team.of(self.group)
         rows = gather_rows(team, keys.detach().to(self.buffer.dtype))[-self.size :]
-        place = (torch.arange(len(rows)) + self.cursor) % self.size
-        self.buffer[place.to(self.buffer.device)] = rows
+        place = (torch.arange(len(rows), device=rows.device) + self.cursor) % self.size
+        self.buffer[place] = rows
         if ids is not None:
-            self.ids_buffer[place.to(self.buffer.device)] = gather_rows(team, ids.long())[-self.size :]
+            self.ids_buffer[place] = gather_rows(team, ids.long())[-self.size :]
         self.cursor.copy_((self.cursor + len(rows)) % self.size)
         self.filled.copy_((self.filled + len(rows)).clamp(max=self.size))
 
