@@ -201,9 +201,9 @@ def sums_over(x: Inputs) -> Inputs:
 
 
 def as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
-    """A 0-d tensor, at least fp32; of a number, on the features' device. There it is written: a copy would wait."""
+    """A 0-d tensor on the features' device, at least fp32. A number is written there: a copy would wait."""
     if isinstance(value, Tensor):
-        return value if value.dim() == 0 else value.reshape(())
+        return value.reshape(()).to(like.device) if value.dim() or value.device != like.device else value
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     return torch.scalar_tensor(value, dtype=dtype, device=like.device)
 
