@@ -52,7 +52,7 @@ def retrieval_metrics(
     check_vector("image_of_text", image_of_text, length=len(text), device=text.device)
     check_labels(image_of_text, len(image))
     text_ranks, image_ranks = _ranks(text, image, image_of_text, cols=True, backend=backend, tile=tile)
-    described = torch.bincount(image_of_text, minlength=len(image)) > 0
+    described = torch.bincount(image_of_text, minlength=len(image)).cpu() > 0
     metrics = {}
     for name, ranks in (("image_to_text", image_ranks[described]), ("text_to_image", text_ranks)):
         metrics[f"{name}_mean_rank"] = ranks.mean().item()
@@ -105,7 +105,7 @@ def _ranks(
     )
     results, _ = pair_stats(x, Task(cols=cols, ranks=True), engine)
     row, col = results["row_higher"] + 1, results["col_higher"] + 1 if cols else results["row_higher"][:0]
-    return row.double(), col.double()
+    return row.cpu().double(), col.cpu().double()  # not every device has fp64
 
 
 def _share(ranks: Tensor, k: int) -> float:
