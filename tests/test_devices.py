@@ -55,3 +55,12 @@ def test_nothing_is_read_or_mixed(case: str) -> None:
     loss.backward()
     for leaf in (x, y):
         assert leaf.grad is not None and leaf.grad.device.type == "meta" and leaf.grad.shape == leaf.shape
+
+
+def test_grad_cache() -> None:
+    encoder = torch.nn.Sequential(torch.nn.Linear(D, 16), torch.nn.Dropout(0.1)).to("meta")
+    log_scale = number(2)
+    cache = ct.GradCache(encoder, ct.ClipLoss(**HOW), chunk_size=16)
+    loss = cache.step(features().detach(), features().detach(), logit_scale=log_scale.exp())
+    assert loss.device.type == "meta"
+    assert all(p.grad is not None and p.grad.device.type == "meta" for p in (log_scale, *encoder.parameters()))
