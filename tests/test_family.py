@@ -15,7 +15,7 @@ from torch import Tensor
 
 import contratile as ct
 from contratile import reference
-from contratile.contrast import BatchStats
+from contratile.contrast import BatchStats, _OwnScores, own_scores
 from tests.helpers import DTYPES, assert_precise, features, randn, run
 
 N, D, E, H = 37, 7, 11, 3
@@ -332,3 +332,15 @@ def test_bad_arguments_of_the_family() -> None:
         ct.siglip_loss(z, z, 1.0, torch.zeros(2))
     with pytest.raises(ValueError, match="ids: expected a pair"):
         ct.info_nce(z, features(N + 1, D, seed=2), ids=IDS)
+
+
+def test_hard_negatives_of_many_queries() -> None:
+    """More queries than are taken at once."""
+    n = 2 * _OwnScores.CHUNK + 3
+    query, hard = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((n, 4), (n, 2, 4)))
+    upstream = torch.randn(n, 2, dtype=torch.float64)
+    got = own_scores(query, hard)
+    want = (query.unsqueeze(1) * hard).sum(2)
+    torch.testing.assert_close(got, want)
+    grads, wanted = (torch.autograd.grad(scores, (query, hard), upstream) for scores in (got, want))
+    torch.testing.assert_close(grads, wanted)
