@@ -21,8 +21,7 @@ class MemoryQueue(nn.Module):
 
     buffer: Tensor
     ids_buffer: Tensor
-    cursor: Tensor
-    filled: Tensor
+    seen: Tensor
 
     def __init__(
         self,
@@ -40,11 +39,10 @@ class MemoryQueue(nn.Module):
         self.size, self.with_ids, self.group = size, with_ids, group
         self.register_buffer("buffer", torch.zeros(size, dim, dtype=dtype, device=device))
         self.register_buffer("ids_buffer", torch.zeros(size if with_ids else 0, dtype=torch.long, device=device))
-        self.register_buffer("cursor", torch.zeros((), dtype=torch.long, device=device))
-        self.register_buffer("filled", torch.zeros((), dtype=torch.long, device=device))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long, device=device))  # keys written so far
 
     def __len__(self) -> int:
-        return int(self.filled)
+        return min(int(self.seen), self.size)
 
     def keys(self) -> Tensor:
         """This rank's share of the keys, for `extra_keys=`: all of them on one process, none at first."""
@@ -73,12 +71,11 @@ class MemoryQueue(nn.Module):
             check_vector("ids", ids, length=len(keys), device=keys.device)
         team = Team.of(self.group)
         rows = gather_rows(team, keys.detach().to(self.buffer.dtype))[-self.size :]
-        place = (torch.arange(len(rows), device=rows.device) + self.cursor) % self.size
+        place = (torch.arange(len(rows), device=rows.device) + self.seen) % self.size
         self.buffer[place] = rows
         if ids is not None:
             self.ids_buffer[place] = gather_rows(team, ids.long())[-self.size :]
-        self.cursor.copy_((self.cursor + len(rows)) % self.size)
-        self.filled.copy_((self.filled + len(rows)).clamp(max=self.size))
+        self.seen += len(rows)
 
     def extra_repr(self) -> str:
         return f"size={self.size}, dim={self.buffer.shape[1]}, filled={len(self)}"
