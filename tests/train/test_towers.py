@@ -75,7 +75,8 @@ def test_hf_two_towers(kind: str, clip: Path, tmp_path: Path) -> None:
 
 
 def test_hf_clip_knows_its_pixels(clip: Path) -> None:
-    assert build_towers(TowerConfig(towers=f"hf:{clip}")).left.backbone[0].mean == (0.5, 0.5, 0.5)
+    towers: Any = build_towers(TowerConfig(towers=f"hf:{clip}"))
+    assert towers.left.backbone[0].mean == (0.5, 0.5, 0.5)
 
 
 def test_hf_siglip_pads_to_the_full_length(tmp_path: Path) -> None:
