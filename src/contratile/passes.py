@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from contratile import reserve
 from contratile.backends import registry, torch_tiles
 from contratile.backends.block import Given, Gradients, Levels, Scores, Side, accumulation_dtype
 from contratile.backends.precision import library_products
@@ -31,7 +32,7 @@ def forward(ring: Ring, x: Inputs, task: Task) -> Results:
     alpha = _alpha(x.scale, task, accumulation_dtype(x.query.dtype))
     pos = None if x.labels is None else alpha.new_zeros(len(x.query))
     items = cached_items(ring, x, task)
-    cache = alpha.new_empty(sum(items))
+    cache = reserve.take(sum(items), alpha)
     caches = _pieces(cache, items)
     mine = {"key": x.query if x.key is None else x.key, "ids": x.key_ids, "classes": x.key_classes}
     own_level = x.query_pos

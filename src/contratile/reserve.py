@@ -1,0 +1,54 @@
+"""Memory that a process keeps from one step to the next.
+
+    scores = take(items, like)        # as like.new_empty(items); idle again when nothing refers to it any more
+
+On the CPU every step would pay for fresh pages: about 0.4 ms for each MB, up to half of what it saves to keep scores
+in it. Accelerators have an allocator that keeps memory by itself.
+"""
+
+import mmap
+import sys
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+SMALLEST = 1 << 20
+"""Bytes from which memory is kept: malloc does well below."""
+
+
+class Reserve:
+    """Blocks of memory, lent as tensors. Never more of them than were in use at once."""
+
+    def __init__(self) -> None:
+        self._blocks: list[mmap.mmap] = []
+        self._lock = Lock()
+
+    def take(self, items: int, like: Tensor) -> Tensor:
+        """A vector of arbitrary content in the dtype and on the device of another tensor."""
+        size = items * like.itemsize
+        if not like.is_cpu or size < SMALLEST:
+            return like.new_empty(items)
+        with self._lock:
+            fitting = [i for i in self._idle() if len(self._blocks[i]) >= size]
+            if fitting:
+                block = self._blocks[min(fitting, key=lambda i: len(self._blocks[i]))]
+            else:
+                for i in reversed(self._idle()):
+                    del self._blocks[i]
+                block = _pages(size)
+                self._blocks.append(block)
+            return torch.frombuffer(block, dtype=like.dtype, count=items)
+
+    def _idle(self) -> list[int]:
+        """The blocks to which nothing refers but the list, and here the argument."""
+        return [i for i in range(len(self._blocks)) if sys.getrefcount(self._blocks[i]) == 2]
+
+
+def _pages(size: int) -> mmap.mmap:
+    if sys.platform == "win32":
+        return mmap.mmap(-1, size)
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # a forked process gets a copy
+
+
+take = Reserve().take
