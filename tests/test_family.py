@@ -15,7 +15,7 @@ from torch import Tensor
 
 import contratile as ct
 from contratile import reference
-from contratile.contrast import BatchStats, _OwnScores, own_scores
+from contratile.contrast import CHUNK, BatchStats, own_scores
 from tests.helpers import DTYPES, assert_precise, features, randn, run
 
 N, D, E, H = 37, 7, 11, 3
@@ -336,7 +336,7 @@ def test_bad_arguments_of_the_family() -> None:
 
 def test_hard_negatives_of_many_queries() -> None:
     """More queries than are taken at once."""
-    n = 2 * _OwnScores.CHUNK + 3
+    n = 2 * CHUNK + 3
     query, hard = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((n, 4), (n, 2, 4)))
     upstream = torch.randn(n, 2, dtype=torch.float64)
     got = own_scores(query, hard)

@@ -5,7 +5,7 @@ the sum of these keys.
     col_j = sum of alpha q_i k_j        over the queries i of key j's class
 
 Classes are whole numbers in any pattern. Rows are visited in the order of their classes, a slice of classes at a time,
-so that no table of all classes exists.
+so that no table of all classes exists. With `others`, queries and keys are the same rows and none counts for itself.
 """
 
 from collections.abc import Iterator
@@ -42,7 +42,15 @@ class _Members(NamedTuple):
 
 
 def class_sums(
-    q: Tensor, k: Tensor, alpha: Tensor, query_classes: Tensor, key_classes: Tensor, *, rows: bool, cols: bool
+    q: Tensor,
+    k: Tensor,
+    alpha: Tensor,
+    query_classes: Tensor,
+    key_classes: Tensor,
+    *,
+    rows: bool,
+    cols: bool,
+    others: bool = False,
 ) -> ClassSums:
     """The sums over one block of queries and one of keys. A side that is not asked for stays 0."""
     sums = ClassSums(*(torch.zeros(len(x), dtype=alpha.dtype, device=q.device) for x in (q, q, k, k)))
@@ -53,9 +61,11 @@ def class_sums(
         ):
             table, size = _table(other, theirs, slots, alpha.dtype)
             for part in mine.chunks():
-                dots = take(table, part.slot).mul_(take(side, part.rows)).sum(1)
-                total[part.rows] = dots.mul_(alpha)
-                count[part.rows] = size[part.slot]
+                sum_RD, own_RD = take(table, part.slot), take(side, part.rows)
+                if others:
+                    sum_RD.sub_(own_RD)
+                total[part.rows] = sum_RD.mul_(own_RD).sum(1).mul_(alpha)
+                count[part.rows] = size[part.slot] - int(others)
     return sums
 
 
@@ -67,6 +77,8 @@ def add_class_grads(
     key_classes: Tensor,
     row: Tensor | None,
     col: Tensor | None,
+    *,
+    others: bool = False,
 ) -> None:
     """dq_i += alpha * sum over i's class of (row_i + col_j) k_j, where `row` and `col` are the gradients of the sums.
 
@@ -81,6 +93,11 @@ def add_class_grads(
                 grad.addcmul_(take(plain, part.slot), row[part.rows].unsqueeze(1))
             if weighed is not None:
                 grad.add_(take(weighed, part.slot))
+            if others:
+                own_RD = take(k, part.rows).to(grad.dtype)
+                for side in (row, col):
+                    if side is not None:
+                        grad.addcmul_(own_RD, side[part.rows].unsqueeze(1), value=-1)
             dq.index_add_(0, part.rows, grad.mul_(alpha).to(dq.dtype))
 
 

@@ -8,6 +8,7 @@ source gives a log-sum-exp, and those of several are added by `logaddexp`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,8 +26,9 @@ class BatchStats(NamedTuple):
     """How well a batch is told apart, over the pairs of all ranks: detached 0-d tensors.
 
     The rank of a positive is 1 + the number of other keys that score strictly higher, and top-1 means rank 1. Pairs
-    that a margin drops take part; pairs of equal id do not. `col_*` are None where there is one direction only. Scores
-    that are equal but for rounding may fall on either side of each other.
+    that a margin drops take part; pairs of equal id do not. `col_*` are None where there is one direction only, and
+    `negative_logit` is NaN where there is no negative. Scores that are equal but for rounding may fall on either side
+    of each other.
     """
 
     row_top1: Tensor
@@ -80,10 +82,15 @@ class Options:
             if isinstance(self.margin, bool) or not isinstance(self.margin, int | float):
                 remedy = "It is a difference of similarities, before the scale."
                 bad_type("margin", expected="a number", got=type(self.margin).__name__, remedy=remedy)
+            if not math.isfinite(self.margin):
+                bad_value("margin", expected="a finite number", got=self.margin, remedy="Leave it out for no filter.")
             if self.label_smoothing:
                 remedy = "Smoothing is uniform over all keys that count, known before their scores: drop one of them."
                 got = f"margin={self.margin}, label_smoothing={self.label_smoothing}"
                 bad_value("margin and label_smoothing", expected="one of them", got=got, remedy=remedy)
+        if isinstance(self.label_smoothing, bool) or not isinstance(self.label_smoothing, int | float):
+            remedy = "It is the share of the target that is spread over all keys."
+            bad_type("label_smoothing", expected="a number", got=type(self.label_smoothing).__name__, remedy=remedy)
         if not 0 <= self.label_smoothing < 1:
             remedy = "It is the share of the target that is spread over all keys."
             bad_value("label_smoothing", expected="from 0 to below 1", got=self.label_smoothing, remedy=remedy)
@@ -119,9 +126,15 @@ class Options:
             expected, found = f"{query.dtype} on {query.device}", f"{hard.dtype} on {hard.device}"
             bad_type("hard_negatives", expected=expected, got=found, remedy="Use hard_negatives.to(query).")
         mask = self.hard_mask
-        if mask is not None and (mask.dtype != torch.bool or mask.shape != hard.shape[:2]):
-            expected, found = f"bool of shape {list(hard.shape[:2])}", f"{mask.dtype} of shape {list(mask.shape)}"
+        if mask is None:
+            return
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != hard.shape[:2]:
+            found = f"{mask.dtype} of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+            expected = f"bool of shape {list(hard.shape[:2])}"
             bad_value("hard_mask", expected=expected, got=found, remedy="True marks a negative, False padding.")
+        if mask.device != hard.device:
+            remedy = "Use hard_mask.to(hard_negatives.device)."
+            bad_type("hard_mask", expected=f"device {hard.device}", got=mask.device, remedy=remedy)
 
     def named(self) -> str:
         """The options that every rank must agree on."""
@@ -142,6 +155,9 @@ def check_weights(weights: Tensor, n: int, device: torch.device) -> None:
         bad_value(
             "weights", expected="constants", got="a tensor that needs a gradient", remedy="Pass weights.detach()."
         )
+    if weights.is_cpu and not torch.compiler.is_compiling() and bool((weights < 0).any()):  # to look would stall others
+        remedy = "Give pairs that shall not count weight 0."
+        bad_value("weights", expected="numbers from 0 up", got=float(weights.min()), remedy=remedy)
 
 
 class Tally(NamedTuple):
@@ -203,7 +219,8 @@ def sums_over(x: Inputs) -> Inputs:
 def as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
     """A 0-d tensor on the features' device, at least fp32. A number is written there: a copy would wait."""
     if isinstance(value, Tensor):
-        return value.reshape(()).to(like.device) if value.dim() or value.device != like.device else value
+        value = value if value.dim() == 0 else value.reshape(())
+        return value.to(like.device, torch.promote_types(value.dtype, torch.float32))
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     return torch.scalar_tensor(value, dtype=dtype, device=like.device)
 
@@ -239,7 +256,7 @@ def _extra(
 
 def _hard(query: Tensor, scale: Tensor | float, pos: Tensor, options: Options, unit: float, sums: bool) -> Tally:
     assert options.hard_negatives is not None
-    scale = scale / unit
+    scale = as_tensor(scale, query) / unit
     scores = own_scores(query, options.hard_negatives) * scale
     counts = torch.ones_like(scores, dtype=torch.bool) if options.hard_mask is None else options.hard_mask
     level = pos.unsqueeze(1)
@@ -251,6 +268,16 @@ def _hard(query: Tensor, scale: Tensor | float, pos: Tensor, options: Options, u
     # A finite floor, not -inf: a query whose every negative is masked has a gradient of 0 here, not NaN.
     floor = torch.finfo(scores.dtype).min / 2
     return Tally((torch.where(counts, scores, floor) * unit).logsumexp(1) / unit, total, count, higher)
+
+
+def class_losses(x: Inputs, engine: Engine, *, exclude_self: bool) -> tuple[Tensor, Tensor]:
+    """Of each query its log-sum-exp less its mean score with the keys of its class, and how many these are. Without any
+    the loss is 0."""
+    results, unit = pair_stats(x, Task(cols=False, exclude_self=exclude_self), engine)
+    total, count = results["row_sums"][:, 0], results["row_counts"][:, 0]
+    losses = torch.where(count > 0, results["row"] - total / count.clamp(min=1), 0) * unit
+    # A mean is never above the log-sum-exp. Where rounding says otherwise the value is lifted; the gradient stays.
+    return losses - losses.detach().clamp(max=0), count
 
 
 def _loss(side: Tally, pos: Tensor, e: float) -> Tensor:
@@ -270,21 +297,24 @@ def batch_stats(rows: Tally, cols: Tally | None, pos: Tensor, unit: float, engin
     n, positive, negative, negatives, *found = engine.ring.team.sum(torch.stack([x.detach().to(pos) for x in sums]))
     row_top1, row_rank, *col = (x / n for x in found)
     col_top1, col_rank = col or (None, None)
-    return BatchStats(row_top1, row_rank, col_top1, col_rank, positive * unit / n, negative * unit / negatives)
+    negative_logit = torch.where(negatives > 0, negative * unit / negatives, torch.nan)
+    return BatchStats(row_top1, row_rank, col_top1, col_rank, positive * unit / n, negative_logit)
+
+
+CHUNK = 256
+"""Queries whose own negatives are visited at once."""
 
 
 class _OwnScores(torch.autograd.Function):
     """scores[n, h] = <query[n], hard[n, h]> in the accumulation dtype, a chunk of rows at a time."""
-
-    CHUNK = 256
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, hard: Tensor) -> Tensor:
         ctx.save_for_backward(query, hard)
         acc = torch.promote_types(query.dtype, torch.float32)
         out = torch.empty(hard.shape[:2], dtype=acc, device=query.device)
-        for start in range(0, len(query), _OwnScores.CHUNK):
-            at = slice(start, start + _OwnScores.CHUNK)
+        for start in range(0, len(query), CHUNK):
+            at = slice(start, start + CHUNK)
             torch.bmm(hard[at].to(acc), query[at].to(acc).unsqueeze(2), out=out[at].unsqueeze(2))
         return out
 
@@ -295,8 +325,8 @@ class _OwnScores(torch.autograd.Function):
             torch.empty_like(x, memory_format=torch.contiguous_format) if wanted else None
             for x, wanted in zip((query, hard), ctx.needs_input_grad, strict=True)
         )
-        for start in range(0, len(query), _OwnScores.CHUNK):
-            at = slice(start, start + _OwnScores.CHUNK)
+        for start in range(0, len(query), CHUNK):
+            at = slice(start, start + CHUNK)
             if dquery is not None:
                 dquery[at] = torch.bmm(grad[at].unsqueeze(1), hard[at].to(grad.dtype)).squeeze(1)
             if dhard is not None:

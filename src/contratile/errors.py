@@ -96,3 +96,10 @@ def check_labels(labels: Tensor, m: int) -> None:
             bad_value("labels", expected=f"indices from 0 to {m - 1}", got=f"{low} to {high}", remedy=remedy)
     else:
         torch._assert_async(((labels >= 0) & (labels < m)).all())
+
+
+def check_temperature(temperature: Tensor | float) -> None:
+    """A positive number or a 0-d tensor, whose value is not looked at."""
+    check_scale(temperature, "temperature")
+    if not isinstance(temperature, Tensor) and not temperature > 0:
+        bad_value("temperature", expected="a positive number", got=temperature, remedy="SimCLR uses 0.1 to 0.5.")

@@ -48,8 +48,8 @@ from contratile.contrast import (
     Tally,
     as_tensor,
     batch_stats,
+    class_losses,
     cross_entropies,
-    own_scores,
     sums_over,
 )
 from contratile.errors import (
@@ -59,6 +59,7 @@ from contratile.errors import (
     check_features,
     check_labels,
     check_scale,
+    check_temperature,
     check_vector,
 )
 from contratile.lse import Engine, pair_stats
@@ -310,7 +311,7 @@ def nt_xent(
 
     def check() -> None:
         _check_pairs("z1 and z2", z1, z2)
-        _check_temperature(temperature)
+        check_temperature(temperature)
 
     how = How(group, reduction, backend, tile, cache_bytes, precision)
     engine = _start("nt_xent", {"z1": z1, "z2": z2}, {"temperature": temperature}, how, check, views=2)
@@ -322,10 +323,7 @@ def nt_xent(
     loss = _reduce(results["row"] - results["pos"], unit, reduction, engine.ring)
     if not return_stats:
         return loss
-    itself = own_scores(z.detach(), z.detach().unsqueeze(1)).squeeze(1) * (x.scale.detach() / unit)
-    rows = Tally(
-        results["row"], results["row_sums"][:, 0] - itself, results["row_counts"][:, 0] - 1, results["row_higher"]
-    )
+    rows = Tally(results["row"], results["row_sums"][:, 0], results["row_counts"][:, 0], results["row_higher"])
     return loss, batch_stats(rows, None, results["pos"], unit, engine)
 
 
@@ -344,7 +342,7 @@ def sup_con(
     """The supervised contrastive loss: all others of an anchor's label are its positives. Replaces
 
         scores = z @ z.T / temperature
-        log_prob = scores - scores.fill_diagonal_(-inf).logsumexp(1, keepdim=True)
+        log_prob = scores - scores.clone().fill_diagonal_(-inf).logsumexp(1, keepdim=True)
         positive = (labels[:, None] == labels).fill_diagonal_(False)
         return -((log_prob * positive).sum(1) / positive.sum(1))[positive.any(1)].mean()
 
@@ -353,16 +351,13 @@ def sup_con(
 
     def check() -> None:
         check_vector("labels", labels, length=len(z), device=z.device)
-        _check_temperature(temperature)
+        check_temperature(temperature)
 
     how = How(group, reduction, backend, tile, cache_bytes, precision)
     engine = _start("sup_con", {"z": z}, {"temperature": temperature}, how, check)
     classes = labels.long().unsqueeze(1)
-    itself = torch.arange(len(z), device=z.device)
-    x = Inputs(z, None, 1 / as_tensor(temperature, z), labels=itself, query_classes=classes, key_classes=classes)
-    results, unit = pair_stats(x, Task(cols=False, exclude_self=True), engine)
-    total, count = results["row_sums"][:, 0] - results["pos"], results["row_counts"][:, 0] - 1
-    rows = torch.where(count > 0, results["row"] - total / count.clamp(min=1), 0) * unit
+    x = Inputs(z, None, 1 / as_tensor(temperature, z), query_classes=classes, key_classes=classes)
+    rows, count = class_losses(x, engine, exclude_self=True)
     if reduction != "mean":
         return _reduce(rows, 1.0, reduction, engine.ring)
     team = engine.ring.team
@@ -417,14 +412,15 @@ def siglip_loss(
     numbers = {"scale": scale, "bias": bias}
     engine = _start("siglip_loss", {"image": image, "text": text}, numbers, how, check)
     labels = torch.arange(len(image), device=image.device)
-    x = Inputs(image, text, as_tensor(scale, image), as_tensor(bias, image), labels=labels)
+    shift = as_tensor(bias, image)
+    x = Inputs(image, text, as_tensor(scale, image), shift, labels=labels)
     task = Task(reduce="softplus", cols=return_stats, ranks=return_stats)
     results, unit = pair_stats(sums_over(x) if return_stats else x, task, engine)
     loss = _reduce(results["row"], unit, reduction, engine.ring)
     if not return_stats:
         return loss
     number = results["row_counts"][:, 0]
-    rows = Tally(results["row"], results["row_sums"][:, 0] + number * bias, number, results["row_higher"])
+    rows = Tally(results["row"], results["row_sums"][:, 0] + number * shift, number, results["row_higher"])
     cols = Tally(results["col"], None, None, results["col_higher"])
     return loss, batch_stats(rows, cols, results["pos"], unit, engine)
 
@@ -433,12 +429,6 @@ def _check_pairs(names: str, left: Tensor, right: Tensor) -> None:
     if len(left) != len(right):
         remedy = "Row i of one is the positive of row i of the other; use info_nce for more keys than queries."
         bad_value(names, expected="equally many rows", got=f"{len(left)} and {len(right)}", remedy=remedy)
-
-
-def _check_temperature(temperature: Tensor | float) -> None:
-    check_scale(temperature, "temperature")
-    if not isinstance(temperature, Tensor) and not temperature > 0:
-        bad_value("temperature", expected="a positive number", got=temperature, remedy="SimCLR uses 0.1 to 0.5.")
 
 
 def _start(
@@ -476,7 +466,7 @@ def _start(
             )
         if not torch.compiler.is_compiling():  # the compiled operator finds out for itself
             registry.require(backend, next(iter(features.values())).device)
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # whatever it is, the other ranks are not left waiting
         team.refuse(error)
         raise
     query, *others = features.values()
@@ -514,5 +504,7 @@ def _reduce(per_row: Tensor, unit: float, reduction: Reduction, ring: Ring, weig
         return per_row * unit
     if reduction == "sum":
         return per_row.sum() * unit
-    total = ring.total if weights is None else ring.team.sum(weights.sum().to(per_row.dtype))
-    return per_row.sum() * (unit * ring.team.size / total)
+    if weights is None:
+        return per_row.sum() * (unit * ring.team.size / ring.total)
+    total = ring.team.sum(weights.sum(dtype=per_row.dtype))
+    return per_row.sum() * (unit * ring.team.size / torch.where(total == 0, 1, total))

@@ -87,9 +87,9 @@ class _Pairs(torch.autograd.Function):
     def forward(ctx: Any, names: list[str], ring: Ring, task: Task, *inputs: Any) -> tuple[Tensor, ...]:
         """`names` is filled with the names of the results."""
         results = forward(ring, Inputs(*inputs), task)
-        ctx.cache = results.pop("cache", None)
+        cache = results.pop("cache", None)
         names += results
-        ctx.save_for_backward(*inputs, *results.values())
+        ctx.save_for_backward(*inputs, *results.values(), cache)  # freed by backward, all of them
         ctx.ring, ctx.task, ctx.names = ring, task, names
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for name, x in results.items() if name not in DIFFERENTIABLE))
@@ -98,7 +98,8 @@ class _Pairs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         count = len(Inputs._fields)
-        x, results = Inputs(*ctx.saved_tensors[:count]), dict(zip(ctx.names, ctx.saved_tensors[count:], strict=True))
+        *saved, cache = ctx.saved_tensors
+        x, results = Inputs(*saved[:count]), dict(zip(ctx.names, saved[count:], strict=True))
         given = {}
         for name, grad in zip(ctx.names, grads, strict=True):
             # What travels must be the same on every rank: a result that nothing was built on has gradient 0.
@@ -106,8 +107,8 @@ class _Pairs(torch.autograd.Function):
                 grad = torch.zeros_like(results[name])
             if grad is not None and name in DIFFERENTIABLE:
                 given[name] = grad
-        if ctx.cache is not None:
-            results["cache"] = ctx.cache
+        if cache is not None:
+            results["cache"] = cache
         with torch.no_grad():
             out = backward(ctx.ring, x, ctx.task, results, given, ctx.needs_input_grad[3:7])
         if torch.is_grad_enabled():  # create_graph=True: these gradients may be used, but not differentiated

@@ -28,7 +28,9 @@ class _Loss(nn.Module):
 
     def __init__(self, function: Callable[..., Any], **keywords: Any) -> None:
         super().__init__()
-        known = [name for name, x in signature(function).parameters.items() if x.kind is Parameter.KEYWORD_ONLY]
+        of_call = signature(type(self).forward).parameters
+        parameters = signature(function).parameters.items()
+        known = [name for name, x in parameters if x.kind is Parameter.KEYWORD_ONLY and name not in of_call]
         for name in keywords:
             if name not in known:
                 expected = ", ".join(known)
@@ -40,7 +42,8 @@ class _Loss(nn.Module):
 
 
 class ClipLoss(_Loss):
-    """`clip_loss` with open_clip's call: `loss(image_features, text_features, logit_scale, output_dict=False)`.
+    """`clip_loss` of image features, text features and a scale. For open_clip's own constructor and call, logit bias
+    included, see `contratile.integrations.open_clip`.
 
     `negatives` are tensors of the batch: ids, extra_keys, extra_ids, hard_negatives, hard_mask, weights.
     """
@@ -53,6 +56,7 @@ class ClipLoss(_Loss):
         image_features: Tensor,
         text_features: Tensor,
         logit_scale: Tensor | float = 1.0,
+        *,
         output_dict: bool = False,
         **negatives: Any,
     ) -> Any:

@@ -128,7 +128,8 @@ def backward(
                 u = None if sums_grad[0] is None else sums_grad[0][:, c]
                 v = visitor["sums_grad"][:, c] if "sums_grad" in visitor else None
                 if dq is not None:
-                    add_class_grads(dq, visitor["key"], alpha, own, theirs, u, v)
+                    others = scores.rule.exclude_self
+                    add_class_grads(dq, visitor["key"], alpha, own, theirs, u, v, others=others)
                 if dk is not None:
                     add_class_grads(dk, x.query, alpha, theirs, own, v, u)
     if dscale is not None:
@@ -171,7 +172,10 @@ def _class_parts(query_classes: Tensor, key_classes: Tensor, scores: Scores, tas
     """Sums and counts [N, C] of the rows, and those [M, C] of the columns if they are asked for."""
     kinds = zip(query_classes.unbind(1), key_classes.unbind(1), strict=True)
     rows, cols = task.rows, task.cols
-    sums = [class_sums(scores.q, scores.key, scores.alpha, own, other, rows=rows, cols=cols) for own, other in kinds]
+    others = scores.rule.exclude_self
+    assert not others or scores.k is None, "selves are left out of sums over one set"
+    blocks = scores.q, scores.key, scores.alpha
+    sums = [class_sums(*blocks, own, theirs, rows=rows, cols=cols, others=others) for own, theirs in kinds]
     row, row_count, col, col_count = (torch.stack(side, 1) for side in zip(*sums, strict=True))
     return (row, row_count) if rows else (), (col, col_count) if cols else ()
 

@@ -74,6 +74,8 @@ def pair_stats(
         )
         if query_classes is not None and key_classes is not None:
             same = query_classes.unsqueeze(1) == key_classes
+            if exclude_self:
+                same = same & ~torch.eye(*every.shape, dtype=torch.bool, device=query.device).unsqueeze(-1)
             out[f"{side}_sums"] = (similar.unsqueeze(-1) * same).sum(dim)
             out[f"{side}_counts"] = same.sum(dim).to(every.dtype)
         if ranks and bar is not None:

@@ -46,7 +46,7 @@ class ClipLoss(nn.Module):
         image_features: Tensor,
         text_features: Tensor,
         logit_scale: Tensor | float,
-        logit_bias: Tensor | None = None,
+        logit_bias: Tensor | float | None = None,
         output_dict: bool = False,
     ) -> Any:
         team = _team(self.world_size)
@@ -55,7 +55,7 @@ class ClipLoss(nn.Module):
         if team.size > 1 and not self.local_loss:
             mine = loss.detach()
             loss = loss + (team.sum(mine) / team.size - mine)  # the gradient is the same
-        if logit_bias is not None:
+        if isinstance(logit_bias, Tensor):
             loss = loss + 0 * logit_bias.sum()  # it cancels out, but DDP waits for its gradient
         return {"contrastive_loss": loss} if output_dict else loss
 

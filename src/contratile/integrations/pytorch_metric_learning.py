@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from contratile.contrast import as_tensor
-from contratile.errors import bad_value, check_features, check_scale, check_vector
-from contratile.functional import sup_con
+from contratile.contrast import as_tensor, class_losses
+from contratile.errors import bad_value, check_features, check_temperature, check_vector
 from contratile.lse import Engine, pair_stats
 from contratile.ring import Ring
 from contratile.task import Inputs, Task
@@ -36,9 +35,10 @@ class Sets(NamedTuple):
 
 
 class _Loss(nn.Module):
-    def __init__(self, temperature: float, **options: Any) -> None:
+    def __init__(self, temperature: Tensor | float, **options: Any) -> None:
+        """A learned temperature is a tensor."""
         super().__init__()
-        check_scale(temperature, "temperature")
+        check_temperature(temperature)
         for name, value in options.items():
             if value is not None and value is not False:
                 remedy = f"Drop {name}=, or use the loss of pytorch_metric_learning for it."
@@ -93,37 +93,31 @@ class NTXentLoss(_Loss):
     are visited in chunks, none is kept: memory is linear in the batch, whatever the size of the classes.
     """
 
-    def __init__(self, temperature: float = 0.07, **options: Any) -> None:
+    def __init__(self, temperature: Tensor | float = 0.07, **options: Any) -> None:
         super().__init__(temperature, **options)
 
     def _loss(self, x: Sets) -> Tensor:
-        scale = as_tensor(1 / self.temperature, x.query)
+        scale = 1 / as_tensor(self.temperature, x.query)
         inputs = Inputs(x.query, x.key, scale, query_ids=x.query_labels, key_ids=x.key_labels)
         results, unit = pair_stats(inputs, Task(cols=False), x.engine)
         pairs = Positives.of(x.query_labels, x.key_labels, same_set=x.key is None)
         key = x.query if x.key is None else x.key
-        total: Tensor = _PairLosses.apply(x.query, key, results["row"] * unit, pairs, float(scale))  # type: ignore[no-untyped-call]
+        total: Tensor = _PairLosses.apply(x.query, key, results["row"] * unit, scale, pairs)  # type: ignore[no-untyped-call]
         return total / max(pairs.number, 1)
 
 
 class SupConLoss(_Loss):
-    """`contratile.sup_con`; anchors whose loss is 0, such as those without a positive, do not count in the mean."""
+    """`contratile.sup_con`; anchors without a positive do not count in the mean."""
 
-    def __init__(self, temperature: float = 0.1, **options: Any) -> None:
+    def __init__(self, temperature: Tensor | float = 0.1, **options: Any) -> None:
         super().__init__(temperature, **options)
 
     def _loss(self, x: Sets) -> Tensor:
-        if x.key is None:
-            rows = sup_con(x.query, x.query_labels, self.temperature, group=None, reduction="none")
-        else:
-            classes = x.query_labels.unsqueeze(1), x.key_labels.unsqueeze(1)
-            scale = as_tensor(1 / self.temperature, x.query)
-            inputs = Inputs(x.query, x.key, scale, query_classes=classes[0], key_classes=classes[1])
-            results, unit = pair_stats(inputs, Task(cols=False), x.engine)
-            total, count = results["row_sums"][:, 0], results["row_counts"][:, 0]
-            rows = torch.where(count > 0, results["row"] - total / count.clamp(min=1), 0) * unit
-        counts = rows > 0
-        return torch.where(counts, rows, 0).sum() / counts.sum().clamp(min=1)
+        classes = x.query_labels.unsqueeze(1), x.key_labels.unsqueeze(1)
+        scale = 1 / as_tensor(self.temperature, x.query)
+        inputs = Inputs(x.query, x.key, scale, query_classes=classes[0], key_classes=classes[1])
+        losses, count = class_losses(inputs, x.engine, exclude_self=x.key is None)
+        return losses.sum() / (count > 0).sum().clamp(min=1)
 
 
 class Positives(NamedTuple):
@@ -158,9 +152,9 @@ class _PairLosses(torch.autograd.Function):
     CHUNK = 8192
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, negatives: Tensor, pairs: Positives, scale: float) -> Tensor:
-        ctx.save_for_backward(query, key, negatives)
-        ctx.pairs, ctx.scale = pairs, scale
+    def forward(ctx: Any, query: Tensor, key: Tensor, negatives: Tensor, scale: Tensor, pairs: Positives) -> Tensor:
+        ctx.save_for_backward(query, key, negatives, scale)
+        ctx.pairs = pairs
         total = negatives.new_zeros(())
         for start in range(0, int(pairs.ends[-1]), _PairLosses.CHUNK):
             a, p = pairs.chunk(start, start + _PairLosses.CHUNK)
@@ -170,16 +164,18 @@ class _PairLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, negatives = ctx.saved_tensors
+        query, key, negatives, scale = ctx.saved_tensors
         acc = negatives.dtype
         dquery, dkey = (torch.zeros_like(x, dtype=acc) for x in (query, key))
-        dnegatives = torch.zeros_like(negatives)
+        dnegatives, dscale = torch.zeros_like(negatives), torch.zeros_like(scale)
         for start in range(0, int(ctx.pairs.ends[-1]), _PairLosses.CHUNK):
             a, p = ctx.pairs.chunk(start, start + _PairLosses.CHUNK)
             left, right = query[a].to(acc), key[p].to(acc)
-            slope = grad * torch.sigmoid(negatives[a] - (left * right).sum(1) * ctx.scale)
+            similar = (left * right).sum(1)
+            slope = grad * torch.sigmoid(negatives[a] - similar * scale)
             dnegatives.index_add_(0, a, slope)
-            slope = (-ctx.scale * slope).unsqueeze(1)
+            dscale -= torch.dot(slope, similar)
+            slope = (-scale * slope).unsqueeze(1)
             dquery.index_add_(0, a, slope * right)
             dkey.index_add_(0, p, slope * left)
-        return dquery.to(query.dtype), dkey.to(key.dtype), dnegatives, None, None
+        return dquery.to(query.dtype), dkey.to(key.dtype), dnegatives, dscale, None

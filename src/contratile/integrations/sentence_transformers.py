@@ -256,6 +256,41 @@ class CachedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
         return _GRAD_CACHE
 
 
+class CachedMultipleNegativesSymmetricRankingLoss(CachedMultipleNegativesRankingLoss):
+    """Both directions, averaged: the short name for `directions` and `partition_mode` of the class above."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scale: float = 20.0,
+        similarity_fct: Similarity | None = None,
+        mini_batch_size: int = 32,
+        mini_batch_num_tokens: int | None = None,
+        gather_across_devices: bool = False,
+        show_progress_bar: bool = False,
+        *,
+        margin: float | None = None,
+        tile: int | None = None,
+        cache_bytes: int = 0,
+        offload: Offload = "none",
+    ) -> None:
+        super().__init__(
+            model,
+            scale,
+            similarity_fct,
+            mini_batch_size,
+            mini_batch_num_tokens,
+            gather_across_devices=gather_across_devices,
+            directions=("query_to_doc", "doc_to_query"),
+            partition_mode="per_direction",
+            show_progress_bar=show_progress_bar,
+            margin=margin,
+            tile=tile,
+            cache_bytes=cache_bytes,
+            offload=offload,
+        )
+
+
 class _Embedding(nn.Module):
     """A sentence-transformers model as an encoder: keywords in, embeddings out."""
 
