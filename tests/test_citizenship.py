@@ -101,6 +101,21 @@ def test_compiles_without_graph_break(name: str, dynamic: bool, cache_bytes: int
 
 
 @own_deprecations
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler does so
+def test_options_compile_without_graph_break() -> None:
+    torch._dynamo.reset()
+    hard = randn(N, 3, D, seed=5)
+
+    def step(q: Tensor, k: Tensor, s: Tensor) -> Tensor:
+        loss, stats = ct.nt_xent(q, k, 1 / s, return_stats=True)
+        return ct.info_nce(q, k, s, hard_negatives=hard, weights=hard[:, 0, 0].abs()) + loss + stats.row_rank
+
+    inputs = leaves()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(value_and_grads(compiled, *inputs), value_and_grads(step, *inputs))
+
+
+@own_deprecations
 def test_compiled_once_for_several_batch_sizes() -> None:
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
@@ -321,8 +336,8 @@ def test_import_is_lazy() -> None:
 
 
 ORDER = (
-    "errors reference task tiles stats pairs classes backends team ring passes operators lse contrast functional "
-    "modules memory_queue host_memory grad_cache metrics plan integrations data train bench cli __main__"
+    "errors reference task tiles stats pairs classes backends team ring reserve passes operators lse contrast "
+    "functional modules memory_queue host_memory grad_cache metrics plan integrations data train bench cli __main__"
 ).split()
 
 

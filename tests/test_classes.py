@@ -38,6 +38,21 @@ def test_sums_and_gradients(kinds: int, step: int, monkeypatch: pytest.MonkeyPat
         torch.testing.assert_close(dq, 1 + ALPHA * (weights * same) @ k)
 
 
+@pytest.mark.parametrize("step", [1, 4, 2048])
+def test_nobody_counts_for_itself(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(classes, "STEP", step)
+    z, kinds = randn(N, D, seed=1, dtype=torch.float64), integers(N, 5, 3)
+    same = (kinds.unsqueeze(1) == kinds).double().fill_diagonal_(0)
+    sums = class_sums(z, z, ALPHA, kinds, kinds, rows=True, cols=False, others=True)
+    torch.testing.assert_close((sums.row, sums.row_count), ((ALPHA * z @ z.T * same).sum(1), same.sum(1)))
+    u, v = randn(N, seed=5, dtype=torch.float64), randn(N, seed=6, dtype=torch.float64)
+    for row, col in ((u, v), (u, None), (None, v)):
+        weights = (0 if row is None else row.unsqueeze(1)) + (0 if col is None else col) + torch.zeros_like(same)
+        dz = torch.ones(N, D, dtype=torch.float64)
+        add_class_grads(dz, z, ALPHA, kinds, kinds, row, col, others=True)
+        torch.testing.assert_close(dz, 1 + ALPHA * (weights * same) @ z)
+
+
 def test_nothing_in_common() -> None:
     q, k = randn(3, D, seed=1), randn(4, D, seed=2)
     zero, one = torch.zeros(3, dtype=torch.long), torch.ones(4, dtype=torch.long)

@@ -3,7 +3,9 @@
 # mypy: allow-untyped-calls
 # (torch does not annotate all that is called here.)
 
+import inspect
 import math
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -274,6 +276,93 @@ def test_a_positive_does_not_outrank_itself(tile: int | None) -> None:
         assert stats.col_rank is None or stats.col_rank == 1
 
 
+def test_no_negative_has_no_logit() -> None:
+    q, k, s, *_ = inputs()
+    for loss in (ct.nt_xent, ct.clip_loss, ct.info_nce):
+        _, stats = loss(q[:1], k[:1], s, return_stats=True)
+        assert stats.negative_logit.isnan() and stats.row_rank == 1
+
+
+# --- precision of small numbers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_of_half_precision_are_summed_in_full(dtype: torch.dtype) -> None:
+    q, k = features(300, D, seed=1), features(300, D, seed=2)
+    weights = torch.full((300,), 1000.0, dtype=dtype)
+    weights[0] = 2000
+    got, want = (ct.info_nce(q, k, 5.0, weights=w) for w in (weights, weights.float()))
+    torch.testing.assert_close(got, want)
+
+
+def test_weights_of_nothing() -> None:
+    q, k = features(N, D, seed=1).requires_grad_(), features(N, D, seed=2)
+    loss = ct.info_nce(q, k, 5.0, weights=torch.zeros(N))
+    (grad,) = torch.autograd.grad(loss, q)
+    assert loss == 0 and not grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scales_of_half_precision_are_used_in_full(dtype: torch.dtype) -> None:
+    q, k, hard = features(N, D, seed=1), features(N, D, seed=2), randn(N, H, D, seed=3)
+    number = torch.tensor(0.07, dtype=dtype, requires_grad=True)
+    calls: list[Loss] = [
+        lambda t: ct.nt_xent(q, k, t),
+        lambda t: ct.sup_con(q, IDS, t),
+        lambda t: ct.info_nce(q, k, 1000 * t, hard_negatives=hard, margin=0.1),
+        lambda t: ct.siglip_loss(q, k, 100 * t, -100 * t, return_stats=True)[0],
+    ]
+    for call in calls:
+        # The scale that reaches the loss is rounded in the caller's dtype; what follows is not.
+        got, want = call(number), call(number.detach().float())
+        if call in calls[:2]:
+            torch.testing.assert_close(got, want)
+        (grad,) = torch.autograd.grad(got, number)
+        assert grad.dtype == dtype and grad != 0
+    s = torch.tensor(99.0, dtype=dtype)
+    rows = (ct.info_nce(q, k, x, hard_negatives=hard, reduction="none") for x in (s, s.float()))
+    torch.testing.assert_close(*rows)
+
+
+def test_sup_con_is_never_negative() -> None:
+    """Late in training: pairs are almost equal, and the loss is smaller than the rounding of a score."""
+    n = 256
+    z = features(n // 2, 32, seed=1).repeat_interleave(2, 0)
+    z = torch.nn.functional.normalize(z + 1e-3 * randn(n, 32, seed=2), dim=1).requires_grad_()
+    labels = torch.arange(n) // 2
+    for temperature in (0.05, 0.03, 0.01):
+        rows = ct.sup_con(z, labels, temperature, reduction="none")
+        assert rows.min() >= 0
+        exact = reference.sup_con(z.detach().double(), labels, temperature, reduction="none")
+        assert (rows - exact).abs().max() <= 8 * torch.finfo(torch.float32).eps / temperature
+        (grad,) = torch.autograd.grad(rows.sum(), z)
+        assert grad.isfinite().all()
+
+
+# --- documentation ------------------------------------------------------------------------------------------------
+
+
+def test_losses_replace_the_code_that_they_name() -> None:
+    """The code in the docstrings gives the same value."""
+    q, k, s, *_ = inputs()
+    calls: dict[str, dict[str, Any]] = {
+        "pair_lse": {"query": q, "key": k, "scale": s},
+        "clip_loss": {"image": q, "text": k, "scale": s},
+        "info_nce": {"query": q, "key": k, "scale": s, "labels": torch.arange(N).roll(3)},
+        "nt_xent": {"z1": q, "z2": k, "temperature": 0.3},
+        "sup_con": {"z": q, "labels": IDS, "temperature": 0.3},
+        "siglip_loss": {"image": q, "text": k, "scale": s, "bias": -3.0},
+    }
+    for name, arguments in calls.items():
+        function = getattr(ct, name)
+        doc = inspect.getdoc(function)
+        assert doc is not None
+        code = textwrap.indent(textwrap.dedent(doc.split("Replaces\n\n")[1].split("\n\n")[0]), "    ")
+        known = {"torch": torch, "F": torch.nn.functional, "inf": math.inf, "n": N, **arguments}
+        exec(f"def naive():\n{code}\nresult = naive()", known)
+        torch.testing.assert_close(function(**arguments), known["result"])
+
+
 # --- modules ------------------------------------------------------------------------------------------------------
 
 
@@ -288,6 +377,10 @@ def test_modules_call_their_functions() -> None:
     answer = ct.InfoNCE(3.0, return_stats=True)(q, k, hard_negatives=hard, output_dict=True)
     assert answer["contrastive_loss"] == ct.info_nce(q, k, 3.0, hard_negatives=hard)
     assert set(answer) == {"contrastive_loss", "row_top1", "row_rank", "positive_logit", "negative_logit"}
+    with pytest.raises(TypeError):
+        ct.ClipLoss()(q, k, s, torch.tensor(-10.0))  # open_clip's bias: only the integration takes it
+    with pytest.raises(TypeError, match=r"InfoNCE: expected keywords among .*, got labels\. Drop it"):
+        ct.InfoNCE(labels=IDS)  # type: ignore[call-arg]
     assert "temperature=0.3" in repr(ct.NTXent(0.3)) and "margin=0.2" in repr(ct.ClipLoss(margin=0.2))
 
 
@@ -312,6 +405,12 @@ def test_modules_call_their_functions() -> None:
         ({"hard_negatives": torch.zeros(N, H, D), "hard_mask": MASK.T}, r"bool of shape \[37, 3\]"),
         ({"weights": torch.ones(N - 1)}, r"floats of shape \[37\]"),
         ({"weights": torch.ones(N, requires_grad=True)}, "detach"),
+        ({"weights": -torch.ones(N)}, "weights: expected numbers from 0 up, got -1.0"),
+        ({"margin": math.inf}, "margin: expected a finite number, got inf. Leave it out"),
+        ({"margin": math.nan}, "margin: expected a finite number"),
+        ({"label_smoothing": "a"}, "label_smoothing: expected a number, got str"),
+        ({"hard_negatives": torch.zeros(N, H, D), "hard_mask": MASK.tolist()}, r"hard_mask: .*\[37, 3\], got list"),
+        ({"hard_negatives": torch.zeros(N, H, D), "hard_mask": MASK.to("meta")}, "hard_mask: expected device cpu"),
     ],
 )
 def test_bad_options(chosen: dict[str, Any], said: str) -> None:

@@ -276,3 +276,24 @@ def test_queue_refusals() -> None:
         queue.enqueue(torch.zeros(3, 2), torch.zeros(3, dtype=torch.long))
     with pytest.raises(ValueError, match="with_ids=True"):
         queue.ids()
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------
+
+
+def mask_of_lists_on_one_rank() -> str:
+    x, hard, mask = randn(3, D, seed=1), randn(3, H, D, seed=2), torch.ones(3, H, dtype=torch.bool)
+    given: Any = mask.tolist() if dist.get_rank() else mask
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        ct.info_nce(x, x, hard_negatives=hard, hard_mask=given)
+    return str(caught.value)
+
+
+def test_a_bad_option_on_one_rank_is_said_on_all() -> None:
+    for said in pool(2).run(mask_of_lists_on_one_rank):
+        assert "hard_mask: expected bool of shape [3, 2], got list" in said
+
+
+def test_queue_refuses_what_is_no_tensor() -> None:
+    with pytest.raises(TypeError, match="keys: expected a tensor"):
+        ct.MemoryQueue(4, D).enqueue([1])  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from contratile.integrations.sentence_transformers import (
     CachedMultipleNegativesRankingLoss,
+    CachedMultipleNegativesSymmetricRankingLoss,
     MultipleNegativesRankingLoss,
 )
 from tests.ranks import pool
@@ -69,6 +70,23 @@ def test_defaults_and_order_of_arguments_are_theirs(theirs: ModuleType) -> None:
     ours = CachedMultipleNegativesRankingLoss(Texts()).get_config_dict()
     ours |= {"hardness_mode": None, "hardness_strength": 0.0}  # refused
     assert {name: ours[name] for name in card} == card
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore:.*SymmetricRankingLoss is deprecated:DeprecationWarning")
+def test_the_symmetric_name(theirs: ModuleType) -> None:
+    kinds: list[Any] = [CachedMultipleNegativesSymmetricRankingLoss, theirs.CachedMultipleNegativesSymmetricRankingLoss]
+    got, want = (inspect.signature(kind.__init__).parameters for kind in kinds)
+    positional = [x for x in got.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
+    assert [x.name for x in positional] == list(want)
+    assert all(x.name == "similarity_fct" or got[x.name].default == x.default for x in want.values())
+    ours, others = twins(Texts(dropout=0.0))
+    values = []
+    for kind, (model, *_) in zip(kinds, (ours, others), strict=True):
+        values.append(kind(model, mini_batch_size=4)(columns(2), None))
+        values[-1].backward()
+    assert values[0].item() == pytest.approx(values[1].item(), rel=1e-6)
+    assert gap(gradients(*ours), gradients(*others)) <= 2e-6
 
 
 @pytest.mark.peers

@@ -80,6 +80,13 @@ def test_open_clip_on_one_process() -> None:
     assert set(open_clip.ClipLoss()(image, text, scale, output_dict=True)) == {"contrastive_loss"}
 
 
+def test_open_clip_bias_that_is_a_number() -> None:
+    from open_clip.loss import ClipLoss
+
+    image, text, scale, _ = leaves()
+    same(open_clip.ClipLoss()(image, text, scale, -3.0), ClipLoss()(image, text, scale, -3.0), image, text, scale)
+
+
 def test_open_clip_towers_of_different_dtype() -> None:
     image, text, scale, _ = leaves()
     loss = open_clip.ClipLoss()(image.bfloat16(), text, scale)
@@ -390,7 +397,7 @@ def test_lightly_refusals() -> None:
     for temperature in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="temperature: expected at least 1e-8"):
             lightly.NTXentLoss(temperature=temperature)
-    for size in (4096, (10,), (10, 0), (1, 2, 3)):
+    for size in (4096, (), (10,), (10, 0), (1, 2, 3)):
         with pytest.raises(ValueError, match=r"memory_bank_size: expected \(number of keys, features\), got"):
             lightly.NTXentLoss(memory_bank_size=size)
 
@@ -431,6 +438,17 @@ def test_metric_learning_with_references(name: str) -> None:
             same(ours()(embeddings, **arguments), theirs()(embeddings, **arguments), embeddings, ref)
 
 
+@pytest.mark.parametrize("name", ["classes", "some alone"])
+def test_metric_learning_with_a_learned_temperature(name: str) -> None:
+    embeddings, ref = views()[0], views(31, seed=5)[0]
+    temperature = nn.Parameter(torch.tensor(0.2))
+    others = {"ref_emb": ref, "ref_labels": labels_of(31, 6, seed=4)}
+    for ours, theirs in kinds():
+        for more in ({}, others):
+            losses = (kind(temperature=temperature)(embeddings, LABELS[name], **more) for kind in (ours, theirs))
+            same(*losses, embeddings, temperature)
+
+
 def test_metric_learning_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     from pytorch_metric_learning.losses import NTXentLoss
 
@@ -457,6 +475,9 @@ def test_metric_learning_refusals() -> None:
     labels = LABELS["classes"]
     for kind, _ in kinds():
         kind(reducer=None, collect_stats=False)
+        for temperature in (0.0, -1.0):
+            with pytest.raises(ValueError, match="temperature: expected a positive number"):
+                kind(temperature=temperature)
         for options in ({"reducer": reducers.SumReducer()}, {"distance": distances.LpDistance()}):
             (name,) = options
             with pytest.raises(ValueError, match=rf"{name}: expected the default, got \w+. Drop {name}="):

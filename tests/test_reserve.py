@@ -78,6 +78,15 @@ def test_steps_share_one_block(kept: Reserve) -> None:
         kept.take(N * N, LIKE).fill_(torch.nan)  # what a step finds there must not matter
 
 
+def test_backward_gives_back_what_a_living_loss_kept(kept: Reserve) -> None:
+    image, text = (features(N, 8, seed=seed).requires_grad_() for seed in (1, 2))
+    losses = []
+    for _ in range(3):
+        losses.append(loss(image, text, torch.tensor(5.0)))
+        losses[-1].backward()
+    assert len(kept._blocks) == 1
+
+
 def test_a_graph_keeps_its_scores_through_other_steps(kept: Reserve) -> None:
     inputs = features(N, 8, seed=1), features(N, 8, seed=2), torch.tensor(5.0)
     without = run(ct.clip_loss, *inputs)

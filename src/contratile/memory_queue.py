@@ -62,6 +62,7 @@ class MemoryQueue(nn.Module):
     @torch.no_grad()
     def enqueue(self, keys: Tensor, ids: Tensor | None = None) -> None:
         """Append the keys of all ranks, in the order of the ranks; the oldest make room. Every rank calls it."""
+        check_features({"keys": keys}, empty=True)
         check_features({"buffer": self.buffer, "keys": keys.to(self.buffer.dtype)}, empty=True)
         if (ids is not None) != self.with_ids:
             expected = "ids beside the keys" if self.with_ids else "no ids"

@@ -31,7 +31,7 @@ class NTXentLoss(nn.Module):
             bad_value("temperature", expected="at least 1e-8", got=temperature, remedy="SimCLR uses 0.1 to 0.5.")
         self.temperature, self.gather_distributed = temperature, gather_distributed
         size = (memory_bank_size,) if isinstance(memory_bank_size, int) else tuple(memory_bank_size)
-        self.memory_bank = None if size[0] == 0 else _Bank(size)
+        self.memory_bank = None if size[:1] == (0,) else _Bank(size)
 
     def forward(self, out0: Tensor, out1: Tensor) -> Tensor:
         team = Team.of("auto" if self.gather_distributed else None)
