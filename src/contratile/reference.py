@@ -39,7 +39,7 @@ def pair_stats(
 
     row [N], col [M]            log-sum-exps, or row sums of softplus(S) with positives' softplus(-S)
     pos [N]                     S[i, labels_i], wherever labels are given
-    row_sums, row_counts        [N, C]: sums and numbers of scale * Q K^T over keys of equal class, ids or not; columns too
+    row_sums, row_counts        [N, C]: sums and numbers of scale * Q K^T over keys of equal class; likewise columns
     row_higher, col_higher      how many scores lie above the positive's, if `ranks`
 
     Pairs of equal id do not count unless positive. `margin`: nor do, for a row, scores above its positive's less
