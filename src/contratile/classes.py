@@ -54,14 +54,15 @@ def class_sums(
 ) -> ClassSums:
     """The sums over one block of queries and one of keys. A side that is not asked for stays 0."""
     sums = ClassSums(*(torch.zeros(len(x), dtype=alpha.dtype, device=q.device) for x in (q, q, k, k)))
+    buffers = _buffers(max(len(q), len(k)), q, alpha.dtype)
     for queries, keys, slots in _by_class(query_classes, key_classes):
         for side, other, mine, theirs, total, count in (
             *([(q, k, queries, keys, sums.row, sums.row_count)] if rows else []),
             *([(k, q, keys, queries, sums.col, sums.col_count)] if cols else []),
         ):
-            table, size = _table(other, theirs, slots, alpha.dtype)
+            table, size = _table(other, theirs, slots, buffers[0])
             for part in mine.chunks():
-                sum_RD, own_RD = take(table, part.slot), take(side, part.rows)
+                sum_RD, own_RD = _gather(table, part.slot, buffers[0]), _gather(side, part.rows, buffers[1])
                 if others:
                     sum_RD.sub_(own_RD)
                 total[part.rows] = sum_RD.mul_(own_RD).sum(1).mul_(alpha)
@@ -84,34 +85,47 @@ def add_class_grads(
 
     The keys' gradient is the same with the sides exchanged.
     """
+    buffers = _buffers(max(len(dq), len(k)), k, alpha.dtype)
     for queries, keys, slots in _by_class(query_classes, key_classes):
-        plain = None if row is None else _table(k, keys, slots, alpha.dtype)[0]
-        weighed = None if col is None else _table(k, keys, slots, alpha.dtype, col)[0]
+        plain = None if row is None else _table(k, keys, slots, buffers[0])[0]
+        weighed = None if col is None else _table(k, keys, slots, buffers[0], col)[0]
         for part in queries.chunks():
-            grad = torch.zeros(len(part.rows), k.shape[1], dtype=alpha.dtype, device=k.device)
+            grad_RD = buffers[0][: len(part.rows)].zero_()
             if plain is not None and row is not None:
-                grad.addcmul_(take(plain, part.slot), row[part.rows].unsqueeze(1))
+                _gather(plain, part.slot, grad_RD).mul_(take(row, part.rows).unsqueeze(1))
             if weighed is not None:
-                grad.add_(take(weighed, part.slot))
+                grad_RD.add_(_gather(weighed, part.slot, buffers[1]))
             if others:
-                own_RD = take(k, part.rows).to(grad.dtype)
+                own_RD = _gather(k, part.rows, buffers[1])
                 for side in (row, col):
                     if side is not None:
-                        grad.addcmul_(own_RD, side[part.rows].unsqueeze(1), value=-1)
-            dq.index_add_(0, part.rows, grad.mul_(alpha).to(dq.dtype))
+                        grad_RD.addcmul_(own_RD, take(side, part.rows).unsqueeze(1), value=-1)
+            dq.index_add_(0, part.rows, grad_RD.mul_(alpha).to(dq.dtype))
+
+
+def _buffers(rows: int, like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Room for two chunks of rows. Fresh memory for every chunk would cost more time than what is done with it."""
+    one, other = torch.empty(2, min(STEP, rows), like.shape[1], dtype=dtype, device=like.device)
+    return one, other
+
+
+def _gather(x: Tensor, index: Tensor, buffer: Tensor) -> Tensor:
+    """x[index], in the buffer and its dtype."""
+    out = buffer[: len(index)]
+    return torch.index_select(x, 0, index, out=out) if x.dtype == out.dtype else out.copy_(take(x, index))
 
 
 def _table(
-    x: Tensor, members: _Members, slots: int, dtype: torch.dtype, weights: Tensor | None = None
+    x: Tensor, members: _Members, slots: int, buffer: Tensor, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The (weighed) sum of each class's rows [slots, D], and their number."""
-    table = torch.zeros(slots, x.shape[1], dtype=dtype, device=x.device)
+    table = torch.zeros(slots, x.shape[1], dtype=buffer.dtype, device=x.device)
     for part in members.chunks():
-        rows = take(x, part.rows).to(dtype)
+        rows_RD = _gather(x, part.rows, buffer)
         if weights is not None:
-            rows.mul_(weights[part.rows].unsqueeze(1))
-        table.index_add_(0, part.slot, rows)
-    return table, torch.bincount(members.slot, minlength=slots).to(dtype)
+            rows_RD.mul_(take(weights, part.rows).unsqueeze(1))
+        table.index_add_(0, part.slot, rows_RD)
+    return table, torch.bincount(members.slot, minlength=slots).to(table.dtype)
 
 
 def _by_class(left: Tensor, right: Tensor) -> Iterator[tuple[_Members, _Members, int]]:
