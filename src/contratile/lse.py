@@ -17,7 +17,7 @@ from torch import Tensor
 
 from contratile import operators, reference
 from contratile.backends import Backend
-from contratile.backends.precision import Precision, resolve
+from contratile.backends.precision import Precision
 from contratile.operators import no_second_derivative
 from contratile.passes import backward, forward
 from contratile.ring import Ring
@@ -54,7 +54,7 @@ def pair_stats(x: Inputs, task: Task, engine: Engine) -> tuple[Results, float]:
         tile=engine.tile or 0,
         cache_bytes=engine.cache_bytes if wants_grad else 0,
         backend=engine.backend,
-        precision=resolve(engine.precision, x.query, engine.backend),
+        precision=engine.precision or "",
     )
     if not torch.compiler.is_compiling():
         results = _run(engine.ring, x, own)

@@ -18,7 +18,7 @@ from torch import Tensor
 from contratile import reserve
 from contratile.backends import registry, torch_tiles
 from contratile.backends.block import Given, Gradients, Levels, Scores, Side, accumulation_dtype
-from contratile.backends.precision import library_products
+from contratile.backends.precision import library_products, resolve
 from contratile.classes import add_class_grads, class_sums
 from contratile.pairs import PairRule
 from contratile.ring import Ring, RingPass, Tensors
@@ -29,6 +29,7 @@ from contratile.tiles import TilePlan, plan_tiles
 
 def forward(ring: Ring, x: Inputs, task: Task) -> Results:
     """One trip round the ring. `cache`, if it was asked for, is empty where nothing fits into it."""
+    task = _resolved(task, x)
     alpha = _alpha(x.scale, task, accumulation_dtype(x.query.dtype))
     pos = None if x.labels is None else alpha.new_zeros(len(x.query))
     items = cached_items(ring, x, task)
@@ -79,6 +80,7 @@ def backward(
     A result whose gradient is missing costs nothing.
     """
     wants_q, wants_k, wants_scale, wants_bias = wants
+    task = _resolved(task, x)
     alpha = _alpha(x.scale, task, accumulation_dtype(x.query.dtype))
     symmetric, alone = x.key is None, ring.team.size == 1
     # Several blocks, both sides of a tile, or class sums add to dq: in full precision. Else each row is written once.
@@ -143,6 +145,10 @@ def backward(
         dscale,
         None if dbias is None or x.bias is None else dbias.to(x.bias.dtype),
     ]
+
+
+def _resolved(task: Task, x: Inputs) -> Task:
+    return task._replace(precision=resolve(task.precision, x.query, task.backend))
 
 
 def _trip(ring: Ring, mine: dict[str, Tensor | None], **how: Any) -> tuple[RingPass, list[str]]:

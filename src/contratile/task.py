@@ -38,6 +38,7 @@ class Task(NamedTuple):
     cache_bytes: int = 0
     backend: str = "auto"
     precision: str = "ieee"
+    """Empty: as PyTorch is set, which a compiler cannot trace, so the passes look it up."""
 
     @property
     def unit(self) -> float:

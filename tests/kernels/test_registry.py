@@ -212,9 +212,9 @@ def test_precision_is_pytorchs_unless_it_is_given(monkeypatch: pytest.MonkeyPatc
     gpu, cpu = on_gpu().query, torch.ones(1, 1)
     for setting, expected in (("highest", "ieee"), ("high", "tf32"), ("medium", "tf32")):
         monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda setting=setting: setting)
-        assert resolve(None, gpu, "auto") == expected
+        assert resolve("", gpu, "auto") == expected
         assert resolve("tf32x3", gpu, "auto") == "tf32x3"
-        assert resolve(None, cpu, "auto") == resolve(None, on_gpu(torch.bfloat16).query, "auto") == "ieee"
+        assert resolve("", cpu, "auto") == resolve("", on_gpu(torch.bfloat16).query, "auto") == "ieee"
 
 
 def test_library_products_follow_the_precision() -> None:

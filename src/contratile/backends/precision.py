@@ -18,9 +18,9 @@ Precision = Literal["ieee", "tf32x3", "tf32"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 
 
-def resolve(asked: Precision | None, features: Tensor, backend: str) -> Precision:
+def resolve(asked: str, features: Tensor, backend: str) -> str:
     """What was asked for, else what PyTorch is set to for its own products: "high" and "medium" are TF32."""
-    if asked is not None or features.dtype != torch.float32 or (features.is_cpu and backend != "triton"):
+    if asked or features.dtype != torch.float32 or (features.is_cpu and backend != "triton"):
         return asked or "ieee"
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 

@@ -68,7 +68,7 @@ def test_the_same_as_the_torch_backend(name: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
 def test_compiled_by_pytorch() -> None:
     """Kernels stand behind the operator that `torch.compile` traces."""
     q, k = numbers(N, D, seed=3, kind="ieee"), numbers(N, D, seed=4, kind="ieee")
