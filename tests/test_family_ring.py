@@ -278,6 +278,34 @@ def test_queue_refusals() -> None:
         queue.ids()
 
 
+def queue_of_one_wrong_rank(what: str) -> str:
+    rank, queue = dist.get_rank(), ct.MemoryQueue(4, 2, dtype=torch.float16 if what == "dtype" else torch.float32)
+    if what == "dtype" and rank:
+        queue.float()
+    keys = torch.zeros(3, 5 if what == "features" and rank else 2)
+    with pytest.raises(ValueError) as caught:
+        queue.enqueue(keys)
+    assert len(queue) == 0
+    dist.barrier()  # nobody is left behind
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("what", "told"), [("features", "one number of features"), ("dtype", "float16 on rank 0")])
+def test_a_queue_that_is_wrong_on_one_rank_is_said_on_all(what: str, told: str) -> None:
+    for said in pool(2).run(queue_of_one_wrong_rank, what):
+        assert told in said
+
+
+def empty_keys() -> int:
+    queue = ct.MemoryQueue(4, 2)
+    queue.enqueue(torch.zeros(0, 2))
+    return len(queue)
+
+
+def test_a_queue_takes_no_keys_too() -> None:
+    assert pool(2).run(empty_keys) == [0, 0]
+
+
 # --- refusals -----------------------------------------------------------------------------------------------------
 
 
@@ -292,6 +320,22 @@ def mask_of_lists_on_one_rank() -> str:
 def test_a_bad_option_on_one_rank_is_said_on_all() -> None:
     for said in pool(2).run(mask_of_lists_on_one_rank):
         assert "hard_mask: expected bool of shape [3, 2], got list" in said
+
+
+class Odd(int):
+    def __lt__(self, other: int) -> bool:
+        raise ArithmeticError("odd")
+
+
+def odd_on_one_rank() -> str:
+    x = randn(3, D, seed=1)
+    with pytest.raises((ArithmeticError, ValueError)) as caught:
+        ct.info_nce(x, x, tile=Odd(4) if dist.get_rank() else 4)
+    return str(caught.value)
+
+
+def test_any_error_on_one_rank_is_said_on_all() -> None:
+    assert [said.endswith("odd") for said in pool(2).run(odd_on_one_rank)] == [True, True]
 
 
 def test_queue_refuses_what_is_no_tensor() -> None:

@@ -491,6 +491,9 @@ def _start(
         )
         sizes = [(fact.queries, fact.keys, fact.extra) for fact in facts]
     queries, keys, extras = zip(*sizes, strict=True)
+    if team.size > 1 and not (sum(queries) and sum(keys)):
+        remedy = "An empty batch has no loss; skip it or use drop_last=True in the loader."
+        bad_value("global batch", expected="at least one row", got=f"none on any of {team.size} ranks", remedy=remedy)
     ring = Ring.flat(team, keys, total=sum(queries))
     extra_ring = None if extra is None else Ring.flat(team, extras, total=sum(queries))
     return Engine(ring, backend, tile, cache_bytes, extra_ring, precision)

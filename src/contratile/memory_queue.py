@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from contratile.errors import bad_value, check_count, check_features, check_vector
-from contratile.team import Group, Team
+from contratile.team import Facts, Group, Team
 
 
 class MemoryQueue(nn.Module):
@@ -62,6 +62,20 @@ class MemoryQueue(nn.Module):
     @torch.no_grad()
     def enqueue(self, keys: Tensor, ids: Tensor | None = None) -> None:
         """Append the keys of all ranks, in the order of the ranks; the oldest make room. Every rank calls it."""
+        team = Team.of(self.group)
+        try:
+            self._check(keys, ids)
+        except Exception as error:  # whatever it is, the other ranks are not left waiting
+            team.refuse(error)
+            raise
+        rows = [keys.detach().to(self.buffer.dtype), *([] if ids is None else [ids.long()])]
+        rows = [x[-self.size :] for x in gather_rows(team, "MemoryQueue.enqueue", *rows)]
+        place = (torch.arange(len(rows[0]), device=keys.device) + self.seen) % self.size
+        for stored, new in zip((self.buffer, self.ids_buffer), rows, strict=False):
+            stored[place] = new
+        self.seen += len(place)
+
+    def _check(self, keys: Tensor, ids: Tensor | None) -> None:
         check_features({"keys": keys}, empty=True)
         check_features({"buffer": self.buffer, "keys": keys.to(self.buffer.dtype)}, empty=True)
         if (ids is not None) != self.with_ids:
@@ -70,25 +84,31 @@ class MemoryQueue(nn.Module):
             bad_value("ids", expected=expected, got="none" if ids is None else "some", remedy=remedy)
         if ids is not None:
             check_vector("ids", ids, length=len(keys), device=keys.device)
-        team = Team.of(self.group)
-        rows = gather_rows(team, keys.detach().to(self.buffer.dtype))[-self.size :]
-        place = (torch.arange(len(rows), device=rows.device) + self.seen) % self.size
-        self.buffer[place] = rows
-        if ids is not None:
-            self.ids_buffer[place] = gather_rows(team, ids.long())[-self.size :]
-        self.seen += len(rows)
 
     def extra_repr(self) -> str:
         return f"size={self.size}, dim={self.buffer.shape[1]}, filled={len(self)}"
 
 
-def gather_rows(team: Team, x: Tensor) -> Tensor:
-    """The rows of all ranks in rank order; ranks may have different numbers of them."""
+def gather_rows(team: Team, call: str, *tensors: Tensor) -> list[Tensor]:
+    """The rows of all ranks in rank order, of features and what goes with them; ranks may have different numbers."""
     if team.size == 1:
-        return x
-    counts = [torch.zeros(1, dtype=torch.long, device=x.device) for _ in range(team.size)]
-    dist.all_gather(counts, torch.tensor([len(x)], device=x.device), group=team.group)
-    sizes = [int(count) for count in counts]
+        return list(tensors)
+    features = tensors[0]
+    facts = team.handshake(
+        Facts(
+            queries=len(features),
+            keys=len(features),
+            features=features.shape[1],
+            dtype=str(features.dtype).removeprefix("torch."),
+            device=features.device.type,
+            call=call,
+            gradient="none",
+        )
+    )
+    return [_gathered(team, x, [fact.keys for fact in facts]) for x in tensors]
+
+
+def _gathered(team: Team, x: Tensor, sizes: list[int]) -> Tensor:
     padded = x.new_zeros(max(sizes), *x.shape[1:])
     padded[: len(x)] = x
     parts = [torch.empty_like(padded) for _ in sizes]

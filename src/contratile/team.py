@@ -162,7 +162,7 @@ def _compare(facts: list[Facts]) -> None:
     refused = {rank: fact.refused for rank, fact in enumerate(facts) if fact.refused}
     if refused:
         told = "; ".join(f"rank {rank}: {text}" for rank, text in refused.items())
-        raise ValueError(f"not every rank could start the loss. {told}")
+        raise ValueError(f"not every rank could make this call. {told}")
     for name in ("call", "features", "dtype", "device", "gradient"):
         holders: dict[Any, list[int]] = defaultdict(list)
         for rank, fact in enumerate(facts):
@@ -170,15 +170,10 @@ def _compare(facts: list[Facts]) -> None:
         if len(holders) > 1:
             told = "; ".join(f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in holders.items())
             raise ValueError(f"{name}: expected the same on every rank, got {told}. {_REMEDIES[name]}")
-    if sum(fact.queries for fact in facts) == 0 or sum(fact.keys for fact in facts) == 0:
-        raise ValueError(
-            f"global batch: expected at least one row, got none on any of {len(facts)} ranks. "
-            "An empty batch has no loss; skip it or use drop_last=True in the loader."
-        )
 
 
 _REMEDIES = {
-    "call": "Every rank must call the same loss with the same options.",
+    "call": "Every rank must make the same calls in the same order, with the same options.",
     "features": "Every rank must use the same embedding size D.",
     "dtype": "Convert the features of the ranks that differ.",
     "device": "Move the features of the ranks that differ.",

@@ -40,7 +40,7 @@ class NTXentLoss(nn.Module):
             return nt_xent(out0, out1, self.temperature, group=team.group)
         bank = self.memory_bank.bank.to(out0, copy=True)
         if out0.requires_grad:
-            self.memory_bank.enqueue(gather_rows(team, out1.detach()))
+            self.memory_bank.enqueue(*gather_rows(team, "NTXentLoss", out1.detach()))
         negatives, _ = pair_lse(out0, bank, 1 / self.temperature, cols=False, group=None)
         positive = (out0 * out1).sum(1).to(negatives.dtype) / self.temperature
         return F.softplus(negatives - positive).mean()
