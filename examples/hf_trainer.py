@@ -71,9 +71,11 @@ def main() -> None:
         trainer = Trainer(model=TwoTowers(), args=arguments, train_dataset=pairs())
         with quiet():
             trainer.train()
-    for entry in trainer.state.log_history:
+    batch = BATCH * arguments.world_size
+    log = trainer.state.log_history if trainer.is_world_process_zero() else []
+    for entry in log:
         if "loss" in entry:
-            print(f"step {entry['step']}: loss {entry['loss']:.4f} (log N = {math.log(BATCH):.4f})")
+            print(f"step {entry['step']}: loss {entry['loss']:.4f} (log N = {math.log(batch):.4f})")
 
 
 if __name__ == "__main__":

@@ -64,8 +64,9 @@ def main() -> None:
             enable_model_summary=False,
         )
         trainer.fit(model, images)
-    for step in range(0, len(model.curve), 5):
-        print(f"step {step}: loss {model.curve[step]:.4f} (log(2N - 1) = {math.log(2 * BATCH - 1):.4f})")
+    views = 2 * BATCH * trainer.world_size
+    for step in range(0, len(model.curve), 5) if trainer.is_global_zero else ():
+        print(f"step {step}: loss {model.curve[step]:.4f} (log(2N - 1) = {math.log(views - 1):.4f})")
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ with quiet():
 def step(loss: nn.Module, batch: int, width: int = 128) -> Callable[[], float]:
     """Two embeddings of each label."""
     random = torch.Generator().manual_seed(0)
-    labels = torch.arange(batch // 2).repeat(2)
-    centres = torch.randn(batch // 2, width, generator=random)
-    embeddings = centres.repeat(2, 1) + torch.randn(batch, width, generator=random)
+    labels = torch.arange(batch) // 2
+    centres = torch.randn(batch, width, generator=random)
+    embeddings = centres[labels] + torch.randn(batch, width, generator=random)
     embeddings.requires_grad_()
 
     def call() -> float:

@@ -42,7 +42,6 @@ def leaves(*, dtype: torch.dtype = torch.float32, scale: float = 8.0) -> tuple[T
 # --- operators ----------------------------------------------------------------------------------------------------
 
 IDS = torch.arange(N) % 5
-CLASSES = IDS.unsqueeze(1)
 
 
 @pytest.mark.parametrize(
@@ -55,9 +54,20 @@ CLASSES = IDS.unsqueeze(1)
         {"query_ids": IDS, "key_ids": IDS, "labels": LABELS, "cache_bytes": 400},
         {"one_set": True, "exclude_self": True, "cols": False},
         {"reduce": "softplus", "labels": torch.arange(N), "bias": torch.tensor(-3.0), "cols": False},
-        {"labels": torch.arange(N), "margin": 0.1, "ranks": True, "query_classes": CLASSES, "key_classes": CLASSES},
+        {"labels": torch.arange(N), "margin": 0.1, "ranks": True, "query_classes": IDS, "key_classes": IDS},
+        {"labels": LABELS, "differ": True, "query_classes": IDS, "key_classes": LABELS},
     ],
-    ids=["nothing", "labels", "rows and cache", "cols", "ids and half a cache", "one set", "softplus", "everything"],
+    ids=[
+        "nothing",
+        "labels",
+        "rows and cache",
+        "cols",
+        "ids and half a cache",
+        "one set",
+        "softplus",
+        "everything",
+        "differ",
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_operators_pass_opcheck(dtype: torch.dtype, options: dict[str, Any]) -> None:
@@ -98,6 +108,32 @@ def test_compiles_without_graph_break(name: str, dynamic: bool, cache_bytes: int
     compiled = torch.compile(step, fullgraph=True, dynamic=dynamic)
     inputs = leaves(scale=2.0)
     torch.testing.assert_close(value_and_grads(compiled, *inputs), value_and_grads(step, *inputs))
+
+
+@own_deprecations
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler does so
+@pytest.mark.parametrize("option", ["hard_negatives", "cache_bytes"])
+def test_one_compilation_for_all_batch_sizes(option: str) -> None:
+    """The first size is compiled for itself, the second for all."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def step(q: Tensor, k: Tensor, s: Tensor, hard: Tensor, mask: Tensor) -> Tensor:
+        if option == "cache_bytes":
+            return ct.clip_loss(q, k, s, cache_bytes=500, tile=4)
+        return ct.clip_loss(q, k, s, hard_negatives=hard, hard_mask=mask)
+
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    for n in range(11, 11 + 12):
+        q, k = (features(n, D, seed=seed).requires_grad_() for seed in (1, 2))
+        s, hard = torch.tensor(3.0, requires_grad=True), randn(n, 3, D, seed=3).requires_grad_()
+        mask = torch.arange(3) < (torch.arange(n) % 4).unsqueeze(1)
+        results = []
+        for function in (compiled, step):
+            loss = function(q, k, s, hard, mask)
+            results.append([loss.detach(), *torch.autograd.grad(loss, (q, k, s, hard), materialize_grads=True)])
+        torch.testing.assert_close(*results)
+    assert counter.frame_count == 2
 
 
 @own_deprecations

@@ -108,6 +108,21 @@ def test_siglip_far_from_zero(bias: float) -> None:
     assert_close(precise, exact)
 
 
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("scale", [0.0, 1e-4, 0.01, 3.0])
+def test_siglip_scale_of_frozen_features(scale: float, cache_bytes: int) -> None:
+    """Without a gradient of the features the scale's is made from scores, in which a bias must not drown them."""
+    image, text = features(N, D, seed=1), features(N, D, seed=2)
+
+    def grad(x: Tensor, y: Tensor, s: Tensor, loss: Loss, **how: Any) -> Tensor:
+        s.requires_grad_()
+        return torch.autograd.grad(loss(x, y, s, -10.0, **how), s)[0]
+
+    got = grad(image, text, torch.tensor(scale), ct.siglip_loss, tile=8, cache_bytes=cache_bytes)
+    want = grad(image.double(), text.double(), torch.tensor(scale).double(), reference.siglip_loss)
+    torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=1e-8)
+
+
 # --- options ------------------------------------------------------------------------------------------------------
 
 IDS, KEY_IDS = ids_of(N, 9, 1), ids_of(N, 9, 2)
@@ -238,7 +253,15 @@ def test_statistics_of_clip_loss(tile: int, margin: float | None) -> None:
     col_top1, col_rank, _ = naive_stats(own.T, own.diagonal(), counts.T)
     expected = BatchStats(top1, rank, col_top1, col_rank, own.diagonal().mean(), negative)
     torch.testing.assert_close(tuple(stats), tuple(expected))
-    assert not any(x is not None and x.requires_grad for x in stats)
+
+
+def test_statistics_are_detached() -> None:
+    q, k, s, *_ = (x.requires_grad_() for x in inputs())
+    for call in (ct.clip_loss, ct.info_nce, ct.nt_xent):
+        loss, stats = call(q, k, s, return_stats=True)
+        assert loss.requires_grad and not any(x is not None and x.requires_grad for x in stats)
+    loss, stats = ct.siglip_loss(q, k, s, -2.0, return_stats=True)
+    assert loss.requires_grad and not any(x is not None and x.requires_grad for x in stats)
 
 
 def test_statistics_of_the_others() -> None:
@@ -339,6 +362,94 @@ def test_sup_con_is_never_negative() -> None:
         assert grad.isfinite().all()
 
 
+def row_errors(loss: Loss, naive: Loss, *inputs: Tensor) -> tuple[float, float]:
+    """The largest errors of the rows against fp64: ours, and the naive code's in the same dtype."""
+    exact = naive(*(x.double() for x in inputs), reduction="none")
+    got, same_dtype = (function(*inputs, reduction="none").double() for function in (loss, naive))
+    return float((got - exact).abs().max()), float((same_dtype - exact).abs().max())
+
+
+def test_smoothing_over_the_few_keys_of_another_id() -> None:
+    """Almost all keys have one id: what counts is a small part of the sum over all of them."""
+    n = 2048
+    q, k = (torch.nn.functional.normalize(features(n, 16, seed=seed) + 0.5, dim=1) for seed in (1, 2))
+    ids = torch.zeros(n, dtype=torch.long)
+    ids[:2] = 1
+    chosen: dict[str, Any] = {"ids": ids, "label_smoothing": 0.1}
+    ours, naive = row_errors(
+        lambda q, k, **how: ct.info_nce(q, k, 100.0, **chosen, **how),
+        lambda q, k, **how: reference.info_nce(q, k, 100.0, **chosen, **how),
+        *(q, k),
+    )
+    assert ours <= 2 * naive + 1e-5
+
+
+@pytest.mark.parametrize("norm", [1.0, 100.0, 1000.0])
+def test_sup_con_of_rows_of_different_length(norm: float) -> None:
+    """The short partner of a long row does not drown in it."""
+    z, labels = features(64, 16, seed=1), torch.arange(64) // 2
+    z[0] *= norm
+    ours, naive = row_errors(
+        lambda z, **how: ct.sup_con(z, labels, 0.1, **how),
+        lambda z, **how: reference.sup_con(z, labels, 0.1, **how),
+        z,
+    )
+    assert ours <= 2 * naive + 2e-6
+
+
+def test_smoothed_losses_are_never_negative() -> None:
+    z = features(64, 16, seed=1)
+    ids = torch.zeros(64, dtype=torch.long)
+    for scale in (1.0, 30.0, 100.0):
+        assert ct.info_nce(z, z, scale, ids=ids, label_smoothing=0.3, reduction="none").min() >= 0
+
+
+# --- dtypes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["auto", "dense"])
+def test_autocast_changes_nothing(backend: Any) -> None:
+    """Not even a backward pass inside of it, but for dense scores, whose backward pass is PyTorch's."""
+    q, k, s, extra, hard = (x.float().requires_grad_() for x in inputs())
+
+    def gradients() -> list[Tensor]:
+        loss = ct.clip_loss(q, k, s, extra_keys=extra, hard_negatives=hard, backend=backend)
+        return [loss.detach(), *torch.autograd.grad(loss, (q, k, s, extra, hard))]
+
+    want = gradients()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = gradients()
+    same = [torch.equal(x, y) for x, y in zip(got, want, strict=True)]
+    assert same[0] if backend == "dense" else all(same)
+
+
+@pytest.mark.parametrize("backend", ["auto", "dense"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_are_of_full_precision(dtype: torch.dtype, backend: Any) -> None:
+    """Whatever the dtype of the features, and of the weights."""
+    q, k = features(N, D, seed=1, dtype=dtype).requires_grad_(), features(N, D, seed=2, dtype=dtype)
+    for weights in (None, torch.ones(N, dtype=torch.float64), torch.ones(N, dtype=torch.float16)):
+        loss = ct.clip_loss(q, k, 3.0, weights=weights, backend=backend)
+        assert loss.dtype == torch.promote_types(dtype, torch.float32)
+        assert torch.autograd.grad(loss, q)[0].dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8])
+def test_labels_of_any_integers(dtype: torch.dtype) -> None:
+    q, k = features(N, D, seed=1), features(N, D, seed=2)
+    labels = torch.arange(N).flip(0)
+    assert ct.info_nce(q, k, labels=labels.to(dtype)) == ct.info_nce(q, k, labels=labels)
+    assert ct.clip_loss(q, k, ids=IDS.to(dtype)) == ct.clip_loss(q, k, ids=IDS)
+
+
+def test_padding_may_be_anything() -> None:
+    q, k, s, _, hard = (x.requires_grad_() for x in inputs())
+    want = torch.autograd.grad(ct.info_nce(q, k, s, hard_negatives=hard, hard_mask=MASK), (q, k, s))
+    hollow = hard.masked_fill(~MASK.unsqueeze(2), torch.nan)
+    got = torch.autograd.grad(ct.info_nce(q, k, s, hard_negatives=hollow, hard_mask=MASK), (q, k, s))
+    torch.testing.assert_close(got, want)
+
+
 # --- documentation ------------------------------------------------------------------------------------------------
 
 
@@ -417,6 +528,14 @@ def test_bad_options(chosen: dict[str, Any], said: str) -> None:
     for loss in (ct.clip_loss, ct.info_nce):
         with pytest.raises((ValueError, TypeError), match=said):
             loss(features(N, D, seed=1), features(N, D, seed=2), 1.0, **chosen)
+
+
+@pytest.mark.parametrize("scale", [0.0, -2.0, torch.tensor(-2.0)])
+def test_a_margin_needs_a_positive_scale(scale: Any) -> None:
+    q, k = features(N, D, seed=1), features(N, D, seed=2)
+    for loss in (ct.clip_loss, ct.info_nce):
+        with pytest.raises(ValueError, match=r"scale: expected a positive number beside margin=, .* drop margin="):
+            loss(q, k, scale, margin=0.1)
 
 
 def test_bad_arguments_of_the_family() -> None:

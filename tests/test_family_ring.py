@@ -189,6 +189,57 @@ def test_options_that_differ_between_ranks_are_told() -> None:
     assert first == second and "0.1" in first and "0.2" in first
 
 
+def option_of_one_rank(which: str) -> str:
+    q, k, extra = (randn(4, D, seed=seed) for seed in range(3))
+    options: dict[str, Any] = {"extra_keys": extra}
+    if dist.get_rank():
+        if which == "weights":
+            options["weights"] = torch.ones(4)
+        else:
+            extra.requires_grad_()
+    with pytest.raises(ValueError, match="expected the same on every rank") as error:
+        ct.info_nce(q.requires_grad_(), k, **options)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("which", "told"), [("weights", "extra_keys weights"), ("gradient", "query extra_keys on")])
+def test_options_of_one_rank_are_told(which: str, told: str) -> None:
+    first, second = pool(2).run(option_of_one_rank, which)
+    assert first == second and told in first
+
+
+def weights_of_two_dtypes() -> float:
+    rank = dist.get_rank()
+    q, k = randn(4, D, seed=1), randn(4, D, seed=2)
+    return ct.info_nce(q, k, weights=torch.ones(4, dtype=torch.float64 if rank else torch.float32)).item()
+
+
+def test_weights_of_two_dtypes() -> None:
+    first, second = pool(2).run(weights_of_two_dtypes)
+    assert first == second
+
+
+def one_side_each() -> list[float]:
+    """Rank 0 uses the rows, rank 1 the columns: what travels back is still the same."""
+    rank = dist.get_rank()
+    q, k = (features(7, seed) for seed in (1, 2))
+    mine = [part(x, (3, 4)).clone().requires_grad_() for x in (q, k)]
+    row, col = ct.pair_lse(mine[0], mine[1], 2.0)
+    (col if rank else row).sum().backward()
+    whole = [x.clone().requires_grad_() for x in (q, k)]
+    scores = 2.0 * whole[0] @ whole[1].T
+    (scores.logsumexp(1)[:3].sum() + scores.logsumexp(0)[3:].sum()).backward()
+    return [
+        float((x.grad - part(y.grad, (3, 4))).abs().max())  # type: ignore[operator, arg-type]
+        for x, y in zip(mine, whole, strict=True)
+    ]
+
+
+def test_ranks_that_use_different_sides() -> None:
+    for errors in pool(2).run(one_side_each):
+        assert max(errors) < 1e-12
+
+
 # --- the queue ----------------------------------------------------------------------------------------------------
 
 
@@ -324,7 +375,7 @@ def test_a_bad_option_on_one_rank_is_said_on_all() -> None:
 
 class Odd(int):
     def __lt__(self, other: int) -> bool:
-        raise ArithmeticError("odd")
+        raise ArithmeticError("ungültig " * 100)
 
 
 def odd_on_one_rank() -> str:
@@ -335,7 +386,9 @@ def odd_on_one_rank() -> str:
 
 
 def test_any_error_on_one_rank_is_said_on_all() -> None:
-    assert [said.endswith("odd") for said in pool(2).run(odd_on_one_rank)] == [True, True]
+    """Also a long one in other letters."""
+    told, own = pool(2).run(odd_on_one_rank)
+    assert "rank 1: ung?ltig" in told and own.startswith("ungültig")
 
 
 def test_queue_refuses_what_is_no_tensor() -> None:

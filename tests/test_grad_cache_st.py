@@ -124,9 +124,10 @@ def test_refused_by_name(options: dict[str, Any], text: str) -> None:
         CachedMultipleNegativesRankingLoss(Given(), **options)(texts_of(2, 3))
 
 
-def test_flattened_inputs_are_refused() -> None:
-    with pytest.raises(ValueError, match="sentence_features: expected padded inputs, got flattened ones"):
-        CachedMultipleNegativesRankingLoss(Words())([{"cu_seq_lens_q": torch.arange(3)}] * 2)
+@pytest.mark.parametrize(("name", "remedy"), [("cu_seq_lens_q", "flattening"), ("offsets", "use MultipleNegatives")])
+def test_flattened_inputs_are_refused(name: str, remedy: str) -> None:
+    with pytest.raises(ValueError, match=f"sentence_features: expected padded inputs, got flattened ones.*{remedy}"):
+        CachedMultipleNegativesRankingLoss(Words())([{name: torch.arange(3)}] * 2)
 
 
 def shared_gradient(sizes: tuple[int, ...]) -> Tensor:

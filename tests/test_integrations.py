@@ -91,6 +91,14 @@ def test_open_clip_towers_of_different_dtype() -> None:
     image, text, scale, _ = leaves()
     loss = open_clip.ClipLoss()(image.bfloat16(), text, scale)
     torch.testing.assert_close(loss, ct.clip_loss(image.bfloat16().float(), text, scale))
+    loss = open_clip.SigLipLoss()(image.bfloat16(), text, scale, -4.0)
+    torch.testing.assert_close(loss, ct.siglip_loss(image.bfloat16().float(), text, scale, -4.0))
+
+
+def test_open_clip_bias_has_a_gradient() -> None:
+    """DDP waits for the gradient of every parameter, also of one that the loss does not depend on."""
+    *inputs, bias = leaves()
+    assert torch.autograd.grad(open_clip.ClipLoss()(*inputs, bias), bias)[0] == 0
 
 
 def open_clip_losses() -> Any:
@@ -252,8 +260,11 @@ def test_open_clip_refusals() -> None:
         open_clip.ClipLoss(use_horovod=True)
     with pytest.raises(ValueError, match="dist_impl: expected one of 'bidir', 'shift', 'reduce', 'gather', got 'tree'"):
         open_clip.SigLipLoss(dist_impl="tree")
-    for changed, name in (({"distill": True}, "distill"), ({"model": "coca_ViT-B-32"}, "coca")):
-        with pytest.raises(ValueError, match=rf"{name}: expected a CLIP or SigLIP model, .* Use open_clip.create_loss"):
+    for changed, told in (
+        ({"distill": True}, "distill: expected False"),
+        ({"model": "coca_ViT-B-32"}, "model: expected a CLIP or SigLIP model"),
+    ):
+        with pytest.raises(ValueError, match=rf"{told}, .* Use open_clip.create_loss"):
             open_clip.create_loss(arguments(**changed))
     with pytest.raises(ValueError, match="use_horovod"):
         open_clip.create_loss(arguments(horovod=True))
@@ -400,6 +411,25 @@ def test_lightly_refusals() -> None:
     for size in (4096, (), (10,), (10, 0), (1, 2, 3)):
         with pytest.raises(ValueError, match=r"memory_bank_size: expected \(number of keys, features\), got"):
             lightly.NTXentLoss(memory_bank_size=size)
+    loss: Any = lightly.NTXentLoss(memory_bank_size=(10, D))
+    bank = loss.memory_bank.bank.clone()
+    for shapes, told in (
+        (((4, D), (3, D)), "out0 and out1: expected equally many rows, got 4 and 3"),
+        (((4, D + 1), (4, D + 1)), f"out0 and memory bank: expected one number of features D, got {D + 1} and {D}"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            loss(*(torch.ones(shape, requires_grad=True) for shape in shapes))
+    assert torch.equal(loss.memory_bank.bank, bank) and loss.memory_bank.place == 0
+
+
+def test_lightly_memory_bank_of_half_precision() -> None:
+    """The bank stays fp32, the keys are compared in the dtype of the views."""
+    loss: Any = lightly.NTXentLoss(temperature=0.2, memory_bank_size=(40, D))
+    bank = loss.memory_bank.bank.clone()
+    out0, out1 = (x.detach().bfloat16() for x in views())
+    negatives, _ = ct.pair_lse(nn.functional.normalize(out0), bank.bfloat16(), 5.0, cols=False)
+    positive = (nn.functional.normalize(out0) * nn.functional.normalize(out1)).sum(1).float() * 5
+    torch.testing.assert_close(loss(out0, out1), nn.functional.softplus(negatives - positive).mean())
 
 
 # --- pytorch-metric-learning --------------------------------------------------------------------------------------
@@ -452,7 +482,7 @@ def test_metric_learning_with_a_learned_temperature(name: str) -> None:
 def test_metric_learning_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     from pytorch_metric_learning.losses import NTXentLoss
 
-    monkeypatch.setattr(pml._PairLosses, "CHUNK", 7)
+    monkeypatch.setattr(pml._PairLosses, "CHUNK", 7 * D + 1)
     embeddings, _ = views()
     for labels in LABELS.values():
         same(pml.NTXentLoss()(embeddings, labels), NTXentLoss()(embeddings, labels), embeddings)
@@ -469,25 +499,39 @@ def test_metric_learning_self_supervised() -> None:
 
 
 def test_metric_learning_refusals() -> None:
-    from pytorch_metric_learning import distances, miners, reducers
+    from pytorch_metric_learning import distances, miners, reducers, regularizers
 
     embeddings, ref = (x.detach() for x in views())
     labels = LABELS["classes"]
     for kind, _ in kinds():
-        kind(reducer=None, collect_stats=False)
+        kind(reducer=None, collect_stats=False, distance=distances.CosineSimilarity(), embedding_reg_weight=2)
+        kind(reducer=reducers.MeanReducer() if kind is pml.NTXentLoss else reducers.AvgNonZeroReducer())
+        with pytest.raises(TypeError, match="unexpected keyword argument 'tempreature'"):
+            kind(tempreature=None)
         for temperature in (0.0, -1.0):
             with pytest.raises(ValueError, match="temperature: expected a positive number"):
                 kind(temperature=temperature)
-        for options in ({"reducer": reducers.SumReducer()}, {"distance": distances.LpDistance()}):
+        for options in (
+            {"reducer": reducers.SumReducer()},
+            {"distance": distances.LpDistance()},
+            {"distance": distances.CosineSimilarity(power=2)},
+            {"distance": distances.CosineSimilarity(p=1)},
+            {"embedding_regularizer": regularizers.LpRegularizer()},
+            {"collect_stats": True},
+        ):
             (name,) = options
-            with pytest.raises(ValueError, match=rf"{name}: expected the default, got \w+. Drop {name}="):
+            with pytest.raises(ValueError, match=rf"(?s){name}: expected the default, \w+.*, got .*. Drop {name}="):
                 kind(**options)
         loss = kind()
-        with pytest.raises(ValueError, match=r"indices_tuple: expected None, got tuple\. Drop indices_tuple="):
+        with pytest.raises(ValueError, match=r"indices_tuple: expected None, got tuple\. Drop the miner"):
             loss(embeddings, labels, miners.MultiSimilarityMiner()(embeddings, labels))
         for missing, given in (("labels", {}), ("ref_labels", {"labels": labels, "ref_emb": ref})):
             with pytest.raises(ValueError, match=f"{missing}: expected a tensor, got None"):
                 loss(embeddings, **given)
+        for name in ("labels", "ref_labels"):
+            three: dict[str, Any] = {"labels": labels, "ref_emb": ref, "ref_labels": labels.clone()}
+            with pytest.raises(TypeError, match=f"{name}: expected an integer tensor, got list"):
+                loss(embeddings, **{**three, name: labels.tolist()})
         with pytest.raises(ValueError, match=r"ref_labels: expected a tensor of its own, .* pass ref_labels.clone\(\)"):
             loss(embeddings, labels, ref_emb=ref, ref_labels=labels)
         torch.testing.assert_close(

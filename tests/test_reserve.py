@@ -30,6 +30,22 @@ def loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
     return ct.clip_loss(image, text, scale, cache_bytes=4 * N * N)
 
 
+def test_keys_and_extra_keys_share_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+
+    def take(items: int, like: Tensor) -> Tensor:
+        taken.append(items * like.itemsize)
+        return like.new_empty(items)
+
+    monkeypatch.setattr(reserve, "take", take)
+    q, k, extra = (features(n, 8, seed=n).requires_grad_() for n in (60, 60, 180))
+    for room, whole in ((60 * 240 * 4, True), (60 * 120 * 4, False)):
+        taken.clear()
+        ours = run(lambda *x: ct.clip_loss(x[0], x[1], extra_keys=x[2], tile=10, cache_bytes=room), q, k, extra)  # noqa: B023
+        assert len(taken) == 2 and all(taken) and (sum(taken) == room if whole else sum(taken) <= room)
+        assert_same(ours, run(lambda *x: ct.clip_loss(x[0], x[1], extra_keys=x[2], tile=10), q, k, extra))
+
+
 def test_memory_comes_back_when_nobody_holds_it() -> None:
     lender = Reserve()
     first = lender.take(2 * ITEMS, LIKE)

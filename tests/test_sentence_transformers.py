@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import contratile as ct
 from contratile.bench.cases import cure_torchvision, quiet
+from contratile.integrations import sentence_transformers as losses
 from contratile.integrations.sentence_transformers import (
     MultipleNegativesRankingLoss,
     MultipleNegativesSymmetricRankingLoss,
@@ -32,6 +33,21 @@ class Given(nn.Module):
 
     def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"sentence_embedding": features["embedding"]}
+
+
+class Scored(nn.Sequential):
+    """A model that has chosen its similarity, as `SentenceTransformer` does."""
+
+    similarity_fn_name = "dot"
+
+    def __init__(self) -> None:
+        super().__init__(Words())
+
+    def similarity(self, a: Tensor, b: Tensor) -> Tensor:
+        return a @ b.T
+
+
+Scored.similarity.__module__ = "sentence_transformers.sentence_transformer.model"
 
 
 class Words(nn.Module):
@@ -114,6 +130,52 @@ def test_defaults_and_order_of_arguments_are_theirs(theirs: ModuleType) -> None:
 
 
 @pytest.mark.peers
+@pytest.mark.parametrize("options", [{}, SYMMETRIC], ids=["one", "two"])
+@pytest.mark.parametrize(
+    "dtypes",
+    [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (torch.float16, torch.float32)],
+    ids=["bf16", "fp16", "mixed"],
+)
+def test_embeddings_of_16_bits(theirs: ModuleType, dtypes: tuple[torch.dtype, ...], options: dict[str, Any]) -> None:
+    """The package computes in fp32. A text of no words has an embedding of length 0, which 16 bits cannot divide by."""
+    with torch.no_grad():
+        embeddings = [x.to(dtype) for x, dtype in zip(columns(2), dtypes, strict=True)]
+        embeddings[0][3] = 0
+    embeddings = [x.requires_grad_() for x in embeddings]
+    value, *ours = value_and_grads(MultipleNegativesRankingLoss(Given(), 50.0, **options), embeddings)
+    exact = [x.detach().float().requires_grad_() for x in embeddings]
+    want, *grads = value_and_grads(theirs.MultipleNegativesRankingLoss(Given(), 50.0, **options), exact)
+    assert value.dtype == torch.float32 and value.item() == pytest.approx(want.item(), rel=1e-6)
+    for x, grad in zip(ours, grads, strict=True):  # but for the gradient of the length 0, which is almost infinite
+        torch.testing.assert_close(x[4:].float(), grad[4:], rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore:.*SymmetricRankingLoss is deprecated")
+@pytest.mark.parametrize("name", [name for name in vars(losses) if name.endswith("RankingLoss")])
+@pytest.mark.parametrize("like", ["dot_score", "the model's"])
+def test_every_class_takes_the_similarity(theirs: ModuleType, name: str, like: str) -> None:
+    values = []
+    for package in (losses, theirs):
+        model = Scored()
+        function = similarity(like) if like == "dot_score" else model.similarity
+        loss = getattr(package, name)(model, 0.5, similarity_fct=function)
+        values.append(loss(texts_of(3 if name.endswith("NegativesRankingLoss") else 2, 12), None).item())
+    assert values[0] == pytest.approx(values[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in vars(losses) if name.endswith("RankingLoss")])
+def test_every_class_takes_the_additions(name: str) -> None:
+    """The options of ours reach the loss: a margin that drops all negatives leaves nothing to learn."""
+    kind, texts = getattr(losses, name), texts_of(2, 12)
+    assert kind(Words(), margin=3.0)(texts).item() == pytest.approx(0, abs=1e-12)
+    assert kind(Words())(texts).item() > 1
+    for option in ("tile", "cache_bytes"):
+        with pytest.raises(ValueError, match=f"{option}: expected at least"):
+            kind(Words(), **{option: -1})(texts)
+
+
+@pytest.mark.peers
 def test_wrapped_in_matryoshka(theirs: ModuleType) -> None:
     """Wrappers replace the model's forward and call the loss again for each width."""
     model, texts = Words(), texts_of(3, 12)
@@ -154,7 +216,11 @@ def test_margin_is_in_cosines(options: dict[str, Any]) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"hardness_mode": "hard_negatives", "hardness_strength": 5.0}, "hardness_mode: .*Drop hardness_mode="),
+    (
+        {"hardness_mode": "hard_negatives", "hardness_strength": 5.0},
+        "hardness_mode .* got 'hard_negatives' of strength 5",
+    ),
+    ({"hardness_strength": 5.0}, "hardness_strength: expected neither, got None of strength 5.0. Drop both"),
     ({"directions": ("query_to_doc", "query_to_query")}, "directions: .*Drop 'query_to_query'"),
     ({"directions": ("query_to_doc", "doc_to_query", "doc_to_doc")}, "directions: .*Drop 'doc_to_doc'"),
     ({"directions": ("query_to_doc", "doc_to_query")}, "partition_mode: .*Pass partition_mode='per_direction'"),
@@ -184,6 +250,17 @@ def test_other_similarities_are_refused(function: Any) -> None:
         MultipleNegativesRankingLoss(Given(), similarity_fct=function)
 
 
+@pytest.mark.parametrize("name", ["MultipleNegativesSymmetricRankingLoss", "MultipleNegativesRankingLoss"])
+def test_documents_without_a_query(name: str) -> None:
+    """Fine one way; both ways each needs its own."""
+    embeddings = [{"embedding": randn(n, 4, seed=n)} for n in (3, 5)]
+    if "Symmetric" not in name:
+        assert MultipleNegativesRankingLoss(Given())(embeddings, None) > 0
+        return
+    with pytest.raises(ValueError, match="anchors and positives: expected equally many rows, got 3 and 5"):
+        MultipleNegativesSymmetricRankingLoss(Given())(embeddings, None)
+
+
 def test_one_column_is_refused() -> None:
     with pytest.raises(ValueError, match="sentence_features: expected two columns or more, got 1"):
         MultipleNegativesRankingLoss(Given())([{"embedding": randn(3, 4, seed=0)}], None)
@@ -197,10 +274,12 @@ def texts_of(columns: int, n: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": torch.randint(50, (n, 6), generator=generator)} for _ in range(columns)]
 
 
-def shared_gradient(sizes: tuple[int, ...], columns: int, options: dict[str, Any]) -> tuple[float, Tensor]:
+def shared_gradient(
+    sizes: tuple[int, ...], columns: int, options: dict[str, Any], kind: str = "MultipleNegativesRankingLoss"
+) -> tuple[float, Tensor]:
     """The mean of the ranks' losses, and the gradient after DDP's average."""
     model = Words()
-    loss = MultipleNegativesRankingLoss(DistributedDataParallel(model), gather_across_devices=True, **options)
+    loss = getattr(losses, kind)(DistributedDataParallel(model), gather_across_devices=True, **options)
     mine = [{"input_ids": x["input_ids"].split(sizes)[dist.get_rank()]} for x in texts_of(columns, sum(sizes))]
     value = loss(mine, None)
     value.backward()
@@ -225,6 +304,15 @@ def test_negatives_are_shared(sizes: tuple[int, ...], columns: int, options: dic
     want.backward()
     for value, grad in pool(2).run(shared_gradient, sizes, columns, options):
         assert value == pytest.approx(want.item(), rel=1e-12)
+        torch.testing.assert_close(grad, model.words.grad)
+
+
+@pytest.mark.parametrize("cached", ["", "Cached"])
+def test_negatives_are_shared_by_the_symmetric_names(cached: str) -> None:
+    model = Words()
+    MultipleNegativesRankingLoss(model, **SYMMETRIC)(texts_of(2, 11), None).backward()
+    kind = f"{cached}MultipleNegativesSymmetricRankingLoss"
+    for _, grad in pool(2).run(shared_gradient, (8, 3), 2, {}, kind):
         torch.testing.assert_close(grad, model.words.grad)
 
 

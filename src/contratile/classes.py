@@ -5,7 +5,8 @@ the sum of these keys.
     col_j = sum of alpha q_i k_j        over the queries i of key j's class
 
 Classes are whole numbers in any pattern. Rows are visited in the order of their classes, a slice of classes at a time,
-so that no table of all classes exists. With `others`, queries and keys are the same rows and none counts for itself.
+so that no table of all classes exists. With `differ`, the sums are over all other classes instead. With `others`,
+queries and keys are the same rows and none counts for itself.
 """
 
 from collections.abc import Iterator
@@ -50,23 +51,28 @@ def class_sums(
     *,
     rows: bool,
     cols: bool,
+    differ: bool = False,
     others: bool = False,
 ) -> ClassSums:
     """The sums over one block of queries and one of keys. A side that is not asked for stays 0."""
+    assert not (differ and others), "of different classes no row is its own"
     sums = ClassSums(*(torch.zeros(len(x), dtype=alpha.dtype, device=q.device) for x in (q, q, k, k)))
-    buffers = _buffers(max(len(q), len(k)), q, alpha.dtype)
-    for queries, keys, slots in _by_class(query_classes, key_classes):
-        for side, other, mine, theirs, total, count in (
-            *([(q, k, queries, keys, sums.row, sums.row_count)] if rows else []),
-            *([(k, q, keys, queries, sums.col, sums.col_count)] if cols else []),
+    buffers = _buffers(max(len(q), len(k)), q, alpha)
+    all_q, all_k = (_total(x, buffers[0]) if differ and wanted else None for x, wanted in ((q, cols), (k, rows)))
+    for queries, keys, slots in _by_class(query_classes, key_classes, of_both=differ):
+        for side, other, mine, theirs, everything, total, count in (
+            *([(q, k, queries, keys, all_k, sums.row, sums.row_count)] if rows else []),
+            *([(k, q, keys, queries, all_q, sums.col, sums.col_count)] if cols else []),
         ):
-            table, size = _table(other, theirs, slots, buffers[0])
+            table = _table(other, theirs, slots, buffers[0], everything)
+            size = torch.bincount(theirs.slot, minlength=slots)
+            size = len(other) - size if differ else size - int(others)
             for part in mine.chunks():
                 sum_RD, own_RD = _gather(table, part.slot, buffers[0]), _gather(side, part.rows, buffers[1])
                 if others:
                     sum_RD.sub_(own_RD)
-                total[part.rows] = sum_RD.mul_(own_RD).sum(1).mul_(alpha)
-                count[part.rows] = size[part.slot] - int(others)
+                total[part.rows] = sum_RD.mul_(own_RD).sum(1).mul_(alpha).to(total.dtype)
+                count[part.rows] = size[part.slot].to(count.dtype)
     return sums
 
 
@@ -79,16 +85,20 @@ def add_class_grads(
     row: Tensor | None,
     col: Tensor | None,
     *,
+    differ: bool = False,
     others: bool = False,
 ) -> None:
     """dq_i += alpha * sum over i's class of (row_i + col_j) k_j, where `row` and `col` are the gradients of the sums.
 
     The keys' gradient is the same with the sides exchanged.
     """
-    buffers = _buffers(max(len(dq), len(k)), k, alpha.dtype)
-    for queries, keys, slots in _by_class(query_classes, key_classes):
-        plain = None if row is None else _table(k, keys, slots, buffers[0])[0]
-        weighed = None if col is None else _table(k, keys, slots, buffers[0], col)[0]
+    buffers = _buffers(max(len(dq), len(k)), k, alpha)
+    row, col = (None if x is None else x.to(buffers[0].dtype) for x in (row, col))
+    all_plain = _total(k, buffers[0]) if differ and row is not None else None
+    all_weighed = _total(k, buffers[0], col) if differ and col is not None else None
+    for queries, keys, slots in _by_class(query_classes, key_classes, of_both=differ):
+        plain = None if row is None else _table(k, keys, slots, buffers[0], all_plain)
+        weighed = None if col is None else _table(k, keys, slots, buffers[0], all_weighed, col)
         for part in queries.chunks():
             grad_RD = buffers[0][: len(part.rows)].zero_()
             if plain is not None and row is not None:
@@ -103,10 +113,14 @@ def add_class_grads(
             dq.index_add_(0, part.rows, grad_RD.mul_(alpha).to(dq.dtype))
 
 
-def _buffers(rows: int, like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Room for two chunks of rows. Fresh memory for every chunk would cost more time than what is done with it."""
-    one, other = torch.empty(2, min(STEP, rows), like.shape[1], dtype=dtype, device=like.device)
-    return one, other
+def _buffers(rows: int, like: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for two chunks of rows. Fresh memory for every chunk would cost more time than what is done with it.
+
+    In fp64, where there is: when rows are taken away from a sum, what is left may be a small part of it.
+    """
+    dtype = alpha.dtype if like.device.type == "mps" else torch.float64
+    one = torch.empty(min(STEP, rows), like.shape[1], dtype=dtype, device=like.device)
+    return one, torch.empty_like(one)
 
 
 def _gather(x: Tensor, index: Tensor, buffer: Tensor) -> Tensor:
@@ -115,22 +129,38 @@ def _gather(x: Tensor, index: Tensor, buffer: Tensor) -> Tensor:
     return torch.index_select(x, 0, index, out=out) if x.dtype == out.dtype else out.copy_(take(x, index))
 
 
+def _total(x: Tensor, buffer: Tensor, weights: Tensor | None = None) -> Tensor:
+    """The (weighed) sum of all rows [D]."""
+    total = buffer.new_zeros(x.shape[1])
+    for start in range(0, len(x), STEP):
+        rows_RD = buffer[: len(x) - start].copy_(x[start : start + STEP])
+        if weights is not None:
+            rows_RD.mul_(weights[start : start + STEP].unsqueeze(1))
+        total += rows_RD.sum(0)
+    return total
+
+
 def _table(
-    x: Tensor, members: _Members, slots: int, buffer: Tensor, weights: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The (weighed) sum of each class's rows [slots, D], and their number."""
-    table = torch.zeros(slots, x.shape[1], dtype=buffer.dtype, device=x.device)
+    x: Tensor,
+    members: _Members,
+    slots: int,
+    buffer: Tensor,
+    everything: Tensor | None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """The (weighed) sum of each class's rows [slots, D], or of all other rows if the sum of everything is given."""
+    table = buffer.new_zeros(slots, x.shape[1])
     for part in members.chunks():
         rows_RD = _gather(x, part.rows, buffer)
         if weights is not None:
             rows_RD.mul_(take(weights, part.rows).unsqueeze(1))
         table.index_add_(0, part.slot, rows_RD)
-    return table, torch.bincount(members.slot, minlength=slots).to(table.dtype)
+    return table if everything is None else torch.sub(everything, table, out=table)
 
 
-def _by_class(left: Tensor, right: Tensor) -> Iterator[tuple[_Members, _Members, int]]:
-    """The left side's classes, a slice at a time: the members of each side, and how many classes."""
-    values = torch.unique(left)
+def _by_class(left: Tensor, right: Tensor, *, of_both: bool) -> Iterator[tuple[_Members, _Members, int]]:
+    """The left side's classes, or those of both, a slice at a time: each side's members, and how many classes."""
+    values = torch.unique(torch.cat([left, right]) if of_both else left)
     sides = [_sorted(left, values)]
     sides.append(sides[0] if torch.equal(left, right) else _sorted(right, values))
     for start in range(0, len(values), STEP):

@@ -60,7 +60,7 @@ class Options:
         query_ids, key_ids = (self.ids, self.ids) if isinstance(self.ids, Tensor) else self.ids
         return query_ids.long(), key_ids.long()
 
-    def check(self, query: Tensor, key: Tensor) -> None:
+    def check(self, query: Tensor, key: Tensor, scale: Tensor | float) -> None:
         """Refuse what cannot be used, and combinations that mean nothing."""
         device = query.device
         if self.ids is not None:
@@ -84,6 +84,10 @@ class Options:
                 bad_type("margin", expected="a number", got=type(self.margin).__name__, remedy=remedy)
             if not math.isfinite(self.margin):
                 bad_value("margin", expected="a finite number", got=self.margin, remedy="Leave it out for no filter.")
+            number = scale.item() if isinstance(scale, Tensor) and _may_look(scale) else scale
+            if not isinstance(number, Tensor) and not number > 0:
+                remedy = "Scores of other scales are not in the order of the similarities: drop margin=."
+                bad_value("scale", expected="a positive number beside margin=", got=number, remedy=remedy)
             if self.label_smoothing:
                 remedy = "Smoothing is uniform over all keys that count, known before their scores: drop one of them."
                 got = f"margin={self.margin}, label_smoothing={self.label_smoothing}"
@@ -155,9 +159,14 @@ def check_weights(weights: Tensor, n: int, device: torch.device) -> None:
         bad_value(
             "weights", expected="constants", got="a tensor that needs a gradient", remedy="Pass weights.detach()."
         )
-    if weights.is_cpu and not torch.compiler.is_compiling() and bool((weights < 0).any()):  # to look would stall others
+    if _may_look(weights) and bool((weights < 0).any()):
         remedy = "Give pairs that shall not count weight 0."
         bad_value("weights", expected="numbers from 0 up", got=float(weights.min()), remedy=remedy)
+
+
+def _may_look(x: Tensor) -> bool:
+    """To look at the numbers would stall an accelerator, and a compiler cannot."""
+    return x.is_cpu and not torch.compiler.is_compiling()
 
 
 class Tally(NamedTuple):
@@ -191,7 +200,7 @@ def cross_entropies(
     margin = float("inf") if options.margin is None else float(options.margin)
     task = Task(cols=cols, margin=margin, ranks=options.return_stats)
     x = Inputs(query, key, as_tensor(scale, query), labels=labels, query_ids=query_ids, key_ids=key_ids)
-    results, unit = pair_stats(sums_over(x) if sums else x, task, engine)
+    results, unit = pair_stats(*(sums_over(x, task) if sums else (x, task)), _shared_cache(engine))
     pos = results["pos"]
     spared = None if query_ids is None or key_ids is None else query_ids == key_ids[labels]
     rows = _tally("row", results, spared, pos)
@@ -206,14 +215,21 @@ def cross_entropies(
     return Losses(losses, unit, batch_stats(rows, columns, pos, unit, engine) if options.return_stats else None)
 
 
-def sums_over(x: Inputs) -> Inputs:
-    """The same call, with scores also summed over all keys and over those of equal id."""
-    query, m = x.query, len(x.query if x.key is None else x.key)
-    columns = [(query.new_zeros(len(query), dtype=torch.long), query.new_zeros(m, dtype=torch.long))]
-    if x.query_ids is not None and x.key_ids is not None:
-        columns.append((x.query_ids, x.key_ids))
-    query_classes, key_classes = (torch.stack(side, 1) for side in zip(*columns, strict=True))
-    return x._replace(query_classes=query_classes, key_classes=key_classes)
+def _shared_cache(engine: Engine) -> Engine:
+    """Keys and extra keys share the memory of the cache by their numbers."""
+    if engine.extra is None or not engine.cache_bytes:
+        return engine
+    keys, extras = sum(engine.ring.sizes), sum(engine.extra.sizes)
+    return engine._replace(cache_bytes=engine.cache_bytes * keys // (keys + extras))
+
+
+def sums_over(x: Inputs, task: Task) -> tuple[Inputs, Task]:
+    """The same call, with scores also summed over all keys, or over those of another id."""
+    if x.query_ids is not None:
+        return x._replace(query_classes=x.query_ids, key_classes=x.key_ids), task._replace(differ=True)
+    n, m = len(x.query), len(x.query if x.key is None else x.key)
+    one = x.query.new_zeros(max(n, m), dtype=torch.long)
+    return x._replace(query_classes=one[:n], key_classes=one[:m]), task
 
 
 def as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
@@ -226,17 +242,11 @@ def as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
 
 
 def _tally(side: str, results: Results, spared: Tensor | None, pos: Tensor | None) -> Tally:
-    """One side of the primitive's results. Of the sums over all keys those of equal id are taken away again, but for
-    positives, which are `spared`."""
-    lse, higher = results[side], results.get(f"{side}_higher")
-    if f"{side}_sums" not in results:
-        return Tally(lse, None, None, higher)
-    sums, counts = results[f"{side}_sums"], results[f"{side}_counts"]
-    total, count = sums[:, 0], counts[:, 0]
-    if sums.shape[1] == 2:
-        total, count = total - sums[:, 1], count - counts[:, 1]
-        if spared is not None and pos is not None:
-            total, count = total + torch.where(spared, pos, 0), count + spared
+    """One side of the primitive's results. Sums over keys of another id lack positives of the same: the `spared`."""
+    lse, total, count, higher = (results.get(f"{side}{part}") for part in ("", "_sums", "_counts", "_higher"))
+    assert lse is not None
+    if total is not None and count is not None and spared is not None and pos is not None:
+        total, count = total + torch.where(spared, pos, 0), count + spared
     return Tally(lse, total, count, higher)
 
 
@@ -249,15 +259,16 @@ def _extra(
     level = pos if task.knows_positives else None
     scale = as_tensor(scale, query)
     x = Inputs(query, options.extra_keys, scale, query_ids=query_ids, key_ids=extra_ids, query_pos=level)
-    task, engine = task._replace(cols=False), engine._replace(ring=engine.extra)
-    results, _ = pair_stats(sums_over(x) if sums else x, task, engine)
+    left = engine.cache_bytes - _shared_cache(engine).cache_bytes
+    task, engine = task._replace(cols=False), engine._replace(ring=engine.extra, cache_bytes=left)
+    results, _ = pair_stats(*(sums_over(x, task) if sums else (x, task)), engine)
     return _tally("row", results, None, None)
 
 
 def _hard(query: Tensor, scale: Tensor | float, pos: Tensor, options: Options, unit: float, sums: bool) -> Tally:
     assert options.hard_negatives is not None
     scale = as_tensor(scale, query) / unit
-    scores = own_scores(query, options.hard_negatives) * scale
+    scores = own_scores(query, options.hard_negatives, options.hard_mask) * scale
     counts = torch.ones_like(scores, dtype=torch.bool) if options.hard_mask is None else options.hard_mask
     level = pos.unsqueeze(1)
     higher = (counts & (scores > level)).sum(1) if options.return_stats else None
@@ -274,17 +285,20 @@ def class_losses(x: Inputs, engine: Engine, *, exclude_self: bool) -> tuple[Tens
     """Of each query its log-sum-exp less its mean score with the keys of its class, and how many these are. Without any
     the loss is 0."""
     results, unit = pair_stats(x, Task(cols=False, exclude_self=exclude_self), engine)
-    total, count = results["row_sums"][:, 0], results["row_counts"][:, 0]
-    losses = torch.where(count > 0, results["row"] - total / count.clamp(min=1), 0) * unit
-    # A mean is never above the log-sum-exp. Where rounding says otherwise the value is lifted; the gradient stays.
-    return losses - losses.detach().clamp(max=0), count
+    total, count = results["row_sums"], results["row_counts"]
+    return lifted(torch.where(count > 0, results["row"] - total / count.clamp(min=1), 0) * unit), count
+
+
+def lifted(losses: Tensor) -> Tensor:
+    """A mean is never above the log-sum-exp. Where rounding says otherwise the value is lifted; the gradient stays."""
+    return losses - losses.detach().clamp(max=0)
 
 
 def _loss(side: Tally, pos: Tensor, e: float) -> Tensor:
     if e == 0:
         return side.lse - pos
     assert side.total is not None and side.number is not None
-    return side.lse - (1 - e) * pos - e * side.total / side.number
+    return lifted(side.lse - (1 - e) * pos - e * side.total / side.number)
 
 
 def batch_stats(rows: Tally, cols: Tally | None, pos: Tensor, unit: float, engine: Engine) -> BatchStats:
@@ -309,31 +323,38 @@ class _OwnScores(torch.autograd.Function):
     """scores[n, h] = <query[n], hard[n, h]> in the accumulation dtype, a chunk of rows at a time."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, hard: Tensor) -> Tensor:
-        ctx.save_for_backward(query, hard)
+    def forward(ctx: Any, query: Tensor, hard: Tensor, mask: Tensor | None) -> Tensor:
+        ctx.save_for_backward(query, hard, mask)
         acc = torch.promote_types(query.dtype, torch.float32)
         out = torch.empty(hard.shape[:2], dtype=acc, device=query.device)
         for start in range(0, len(query), CHUNK):
             at = slice(start, start + CHUNK)
             torch.bmm(hard[at].to(acc), query[at].to(acc).unsqueeze(2), out=out[at].unsqueeze(2))
-        return out
+        return out if mask is None else out.masked_fill_(~mask, 0)  # padding may be anything, NaN too
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        query, hard = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        query, hard, mask = ctx.saved_tensors
         dquery, dhard = (
             torch.empty_like(x, memory_format=torch.contiguous_format) if wanted else None
-            for x, wanted in zip((query, hard), ctx.needs_input_grad, strict=True)
+            for x, wanted in zip((query, hard), ctx.needs_input_grad, strict=False)
         )
         for start in range(0, len(query), CHUNK):
             at = slice(start, start + CHUNK)
             if dquery is not None:
-                dquery[at] = torch.bmm(grad[at].unsqueeze(1), hard[at].to(grad.dtype)).squeeze(1)
+                hard_RHD = hard[at].to(grad.dtype)
+                if mask is not None:
+                    hard_RHD = hard_RHD.masked_fill(~mask[at].unsqueeze(2), 0)
+                dquery[at] = (grad[at].unsqueeze(2) * hard_RHD).sum(1)  # no bmm, which autocast would round
             if dhard is not None:
                 dhard[at] = grad[at].unsqueeze(2) * query[at].to(grad.dtype).unsqueeze(1)
-        return dquery, dhard
+        return dquery, dhard, None
 
 
-def own_scores(query: Tensor, hard: Tensor) -> Tensor:
+def own_scores(query: Tensor, hard: Tensor, mask: Tensor | None = None) -> Tensor:
     """Each query's similarity with its own H negatives [N, H], without an fp32 copy of them."""
-    return _OwnScores.apply(query, hard)  # type: ignore[no-any-return, no-untyped-call]
+    if torch.compiler.is_compiling():  # which fuses this, whatever the number of queries
+        acc = torch.promote_types(query.dtype, torch.float32)
+        hard = hard if mask is None else hard.masked_fill(~mask.unsqueeze(2), 0)
+        return (hard.to(acc) * query.to(acc).unsqueeze(1)).sum(2)
+    return _OwnScores.apply(query, hard, mask)  # type: ignore[no-any-return, no-untyped-call]

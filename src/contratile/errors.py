@@ -65,6 +65,13 @@ def check_features(named: dict[str, Tensor], *, empty: bool) -> None:
             bad_type(both, expected="one device", got=f"{x.device} and {y.device}", remedy=remedy)
 
 
+def check_pairs(names: str, left: Tensor, right: Tensor) -> None:
+    """Both ways of a loss need a positive for every row."""
+    if len(left) != len(right):
+        remedy = "Row i of one is the positive of row i of the other. One way takes more keys than queries: info_nce."
+        bad_value(names, expected="equally many rows", got=f"{len(left)} and {len(right)}", remedy=remedy)
+
+
 def check_scale(scale: object, name: str = "scale") -> None:
     """A scale (or temperature, or bias) is a number or a tensor of one float."""
     if isinstance(scale, Tensor):

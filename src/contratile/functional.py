@@ -58,6 +58,7 @@ from contratile.errors import (
     check_count,
     check_features,
     check_labels,
+    check_pairs,
     check_scale,
     check_temperature,
     check_vector,
@@ -186,8 +187,8 @@ def clip_loss(
     options = Options(ids, *negatives, margin, label_smoothing, weights, return_stats)
 
     def check() -> None:
-        _check_pairs("image and text", image, text)
-        options.check(image, text)
+        check_pairs("image and text", image, text)
+        options.check(image, text, scale)
 
     features = {"image": image, "text": text}
     how = How(group, reduction, backend, tile, cache_bytes, precision)
@@ -253,11 +254,11 @@ def info_nce(
         if labels is not None:
             check_vector("labels", labels, length=len(query), device=query.device)
             if len(labels) and not torch.compiler.is_compiling():  # the compiled operator checks for itself
-                check_labels(labels, len(key))
+                check_labels(labels.long(), len(key))
         elif len(key) < len(query):
             remedy = "Without labels query i's positive is key i; pass labels= if queries share keys."
             bad_value("key", expected=f"at least {len(query)} rows", got=len(key), remedy=remedy)
-        options.check(query, key)
+        options.check(query, key, scale)
 
     how = How(group, reduction, backend, tile, cache_bytes, precision)
     features = {"query": query, "key": key}
@@ -310,7 +311,7 @@ def nt_xent(
     """
 
     def check() -> None:
-        _check_pairs("z1 and z2", z1, z2)
+        check_pairs("z1 and z2", z1, z2)
         check_temperature(temperature)
 
     how = How(group, reduction, backend, tile, cache_bytes, precision)
@@ -319,11 +320,11 @@ def nt_xent(
     labels = torch.arange(len(z), device=z.device).roll(len(z1))
     x = Inputs(z, None, 1 / as_tensor(temperature, z), labels=labels)
     task = Task(cols=False, exclude_self=True, ranks=return_stats)
-    results, unit = pair_stats(sums_over(x) if return_stats else x, task, engine)
+    results, unit = pair_stats(*(sums_over(x, task) if return_stats else (x, task)), engine)
     loss = _reduce(results["row"] - results["pos"], unit, reduction, engine.ring)
     if not return_stats:
         return loss
-    rows = Tally(results["row"], results["row_sums"][:, 0], results["row_counts"][:, 0], results["row_higher"])
+    rows = Tally(results["row"], results["row_sums"], results["row_counts"], results["row_higher"])
     return loss, batch_stats(rows, None, results["pos"], unit, engine)
 
 
@@ -355,7 +356,7 @@ def sup_con(
 
     how = How(group, reduction, backend, tile, cache_bytes, precision)
     engine = _start("sup_con", {"z": z}, {"temperature": temperature}, how, check)
-    classes = labels.long().unsqueeze(1)
+    classes = labels.long()
     x = Inputs(z, None, 1 / as_tensor(temperature, z), query_classes=classes, key_classes=classes)
     rows, count = class_losses(x, engine, exclude_self=True)
     if reduction != "mean":
@@ -405,7 +406,7 @@ def siglip_loss(
     """
 
     def check() -> None:
-        _check_pairs("image and text", image, text)
+        check_pairs("image and text", image, text)
         check_scale(bias, "bias")
 
     how = How(group, reduction, backend, tile, cache_bytes, precision)
@@ -415,20 +416,14 @@ def siglip_loss(
     shift = as_tensor(bias, image)
     x = Inputs(image, text, as_tensor(scale, image), shift, labels=labels)
     task = Task(reduce="softplus", cols=return_stats, ranks=return_stats)
-    results, unit = pair_stats(sums_over(x) if return_stats else x, task, engine)
+    results, unit = pair_stats(*(sums_over(x, task) if return_stats else (x, task)), engine)
     loss = _reduce(results["row"], unit, reduction, engine.ring)
     if not return_stats:
         return loss
-    number = results["row_counts"][:, 0]
-    rows = Tally(results["row"], results["row_sums"][:, 0] + number * shift, number, results["row_higher"])
+    number = results["row_counts"]
+    rows = Tally(results["row"], results["row_sums"] + number * shift, number, results["row_higher"])
     cols = Tally(results["col"], None, None, results["col_higher"])
     return loss, batch_stats(rows, cols, results["pos"], unit, engine)
-
-
-def _check_pairs(names: str, left: Tensor, right: Tensor) -> None:
-    if len(left) != len(right):
-        remedy = "Row i of one is the positive of row i of the other; use info_nce for more keys than queries."
-        bad_value(names, expected="equally many rows", got=f"{len(left)} and {len(right)}", remedy=remedy)
 
 
 def _start(
@@ -450,6 +445,8 @@ def _start(
     try:
         check_features(features, empty=team.size > 1)
         check_choice("reduction", reduction, REDUCTIONS)
+        for name, number in numbers.items():
+            check_scale(number, name)
         check()
         check_choice("backend", backend, BACKENDS)
         check_count("cache_bytes", cache_bytes, least=0)
@@ -457,8 +454,6 @@ def _start(
             check_choice("precision", precision, PRECISIONS)
         if tile is not None:
             check_count("tile", tile, least=1)
-        for name, number in numbers.items():
-            check_scale(number, name)
         if backend == "dense" and team.size > 1:
             remedy = "Use backend='auto', or group=None for this rank's own pairs."
             bad_value(
@@ -502,6 +497,7 @@ def _start(
 def _reduce(per_row: Tensor, unit: float, reduction: Reduction, ring: Ring, weights: Tensor | None = None) -> Tensor:
     """`unit` times the rows, their sum, or their share of the global mean, each weighed."""
     if weights is not None:
+        weights = weights.to(per_row.dtype)
         per_row = per_row * weights
     if reduction == "none":
         return per_row * unit

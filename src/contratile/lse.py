@@ -9,6 +9,7 @@ and on one process, as operators that it can trace.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from contratile import operators, reference
 from contratile.backends import Backend
+from contratile.backends.block import accumulation_dtype
 from contratile.backends.precision import Precision
 from contratile.operators import no_second_derivative
 from contratile.passes import backward, forward
@@ -44,7 +46,11 @@ def pair_stats(x: Inputs, task: Task, engine: Engine) -> tuple[Results, float]:
     column statistics are then the same thing, returned as both.
     """
     if engine.backend == "dense":
-        return reference.pair_stats(**x._asdict(), **task.definition()), 1.0
+        acc = accumulation_dtype(x.query.dtype)
+        x = x._replace(query=x.query.to(acc), key=None if x.key is None else x.key.to(acc))
+        device = x.query.device.type
+        with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
+            return reference.pair_stats(**x._asdict(), **task.definition()), 1.0
     if x.key is None and x.labels is not None and x.query_ids is not None:
         x = x._replace(key=x.query)  # a positive is spared for its own query only: who meets whom need not be symmetric
     wants_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x[:4])

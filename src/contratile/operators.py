@@ -18,7 +18,7 @@ _INPUTS, _TASK = len(Inputs._fields), len(Task._fields)
 _ARGUMENTS = (
     "Tensor query, Tensor? key, Tensor scale, Tensor? bias, Tensor? labels, Tensor? query_ids, Tensor? key_ids, "
     "Tensor? query_classes, Tensor? key_classes, Tensor? query_pos, str reduce, bool rows, bool cols, "
-    "bool exclude_self, float margin, bool ranks, SymInt tile, SymInt cache_bytes, str backend, "
+    "bool exclude_self, float margin, bool ranks, bool differ, SymInt tile, SymInt cache_bytes, str backend, "
     "str precision"
 )
 
@@ -68,7 +68,10 @@ def _(*arguments: Any) -> list[Tensor]:
     x, task, ring = _call(arguments)
     shapes: dict[str, tuple[int, ...]] = result_shapes(x, task)
     if task.cache_bytes:
-        shapes["cache"] = (sum(cached_items(ring, x, task)),)
+        known = type(x.query.shape[0]) is type(ring.sizes[0]) is int
+        # Of symbols the number of tiles that fit is not known: to find out would fix their values.
+        items: Any = sum(cached_items(ring, x, task)) if known else torch.library.get_ctx().new_dynamic_size()
+        shapes["cache"] = (items,)
     dtype = torch.float64 if x.query.dtype == torch.float64 else torch.float32
     return [x.query.new_empty(shape, dtype=dtype) for shape in shapes.values()]
 

@@ -125,15 +125,13 @@ def backward(
         if dscale is not None and dalpha is not None and dalpha is not dscale:
             dscale += dalpha / 2
         if "classes" in visitor and x.query_classes is not None:
-            for c in range(x.query_classes.shape[1]):
-                own, theirs = x.query_classes[:, c], visitor["classes"][:, c]
-                u = None if sums_grad[0] is None else sums_grad[0][:, c]
-                v = visitor["sums_grad"][:, c] if "sums_grad" in visitor else None
-                if dq is not None:
-                    others = scores.rule.exclude_self
-                    add_class_grads(dq, visitor["key"], alpha, own, theirs, u, v, others=others)
-                if dk is not None:
-                    add_class_grads(dk, x.query, alpha, theirs, own, v, u)
+            own, theirs = x.query_classes, visitor["classes"]
+            u, v = sums_grad[0], visitor.get("sums_grad")
+            which = {"differ": task.differ, "others": scores.rule.exclude_self}
+            if dq is not None:
+                add_class_grads(dq, visitor["key"], alpha, own, theirs, u, v, **which)
+            if dk is not None:
+                add_class_grads(dk, x.query, alpha, theirs, own, v, u, **which)
     if dscale is not None:
         for name in ("row_sums", "col_sums"):
             if name in grads:
@@ -175,15 +173,13 @@ def _block(
 
 
 def _class_parts(query_classes: Tensor, key_classes: Tensor, scores: Scores, task: Task) -> tuple[Tensors, Tensors]:
-    """Sums and counts [N, C] of the rows, and those [M, C] of the columns if they are asked for."""
-    kinds = zip(query_classes.unbind(1), key_classes.unbind(1), strict=True)
+    """Sums and counts of the rows, and those of the columns if they are asked for."""
     rows, cols = task.rows, task.cols
     others = scores.rule.exclude_self
     assert not others or scores.k is None, "selves are left out of sums over one set"
-    blocks = scores.q, scores.key, scores.alpha
-    sums = [class_sums(*blocks, own, theirs, rows=rows, cols=cols, others=others) for own, theirs in kinds]
-    row, row_count, col, col_count = (torch.stack(side, 1) for side in zip(*sums, strict=True))
-    return (row, row_count) if rows else (), (col, col_count) if cols else ()
+    which = {"rows": rows, "cols": cols, "differ": task.differ, "others": others}
+    sums = class_sums(scores.q, scores.key, scores.alpha, query_classes, key_classes, **which)
+    return sums[:2] if rows else (), sums[2:] if cols else ()
 
 
 def _merge(into: Tensors, other: Tensors, *, statistics: bool) -> None:

@@ -34,12 +34,13 @@ def pair_stats(
     exclude_self: bool = False,
     margin: float = INF,
     ranks: bool = False,
+    differ: bool = False,
 ) -> dict[str, Tensor]:
     """Statistics of the scores S = scale * Q K^T + bias over the pairs that count, natural logarithm.
 
     row [N], col [M]            log-sum-exps, or row sums of softplus(S) with positives' softplus(-S)
     pos [N]                     S[i, labels_i], wherever labels are given
-    row_sums, row_counts        [N, C]: sums and numbers of scale * Q K^T over keys of equal class; likewise columns
+    row_sums, row_counts        [N]: sums and numbers of scale * Q K^T over keys of equal class; if `differ`, of another
     row_higher, col_higher      how many scores lie above the positive's, if `ranks`
 
     Pairs of equal id do not count unless positive. `margin`: nor do, for a row, scores above its positive's less
@@ -73,11 +74,11 @@ def pair_stats(
             counted.logsumexp(dim) if reduce == "lse" else F.softplus(torch.where(is_pos, -counted, counted)).sum(dim)
         )
         if query_classes is not None and key_classes is not None:
-            same = query_classes.unsqueeze(1) == key_classes
+            summed = (query_classes.unsqueeze(1) == key_classes) != differ
             if exclude_self:
-                same = same & ~torch.eye(*every.shape, dtype=torch.bool, device=query.device).unsqueeze(-1)
-            out[f"{side}_sums"] = (similar.unsqueeze(-1) * same).sum(dim)
-            out[f"{side}_counts"] = same.sum(dim).to(every.dtype)
+                summed = summed & ~torch.eye(*every.shape, dtype=torch.bool, device=query.device)
+            out[f"{side}_sums"] = (similar * summed).sum(dim)
+            out[f"{side}_counts"] = summed.sum(dim).to(every.dtype)
         if ranks and bar is not None:
             out[f"{side}_higher"] = (scores > bar).sum(dim).to(every.dtype)
     return out

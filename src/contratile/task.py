@@ -18,8 +18,8 @@ class Inputs(NamedTuple):
     labels: Tensor | None = None  # [N] key index of each query's positive
     query_ids: Tensor | None = None  # [N]
     key_ids: Tensor | None = None  # [M] pairs of equal id are left out, except a query's own positive
-    query_classes: Tensor | None = None  # [N, C]
-    key_classes: Tensor | None = None  # [M, C] scores are summed over pairs of equal class, for C kinds of classes
+    query_classes: Tensor | None = None  # [N]
+    key_classes: Tensor | None = None  # [M] scores are summed over pairs of equal class
     query_pos: Tensor | None = None  # [N] the positives' scores where they are not among these keys
 
 
@@ -34,6 +34,9 @@ class Task(NamedTuple):
     """For each side, pairs that score above its positive less `scale * margin` are dropped. Infinite: none are."""
 
     ranks: bool = False
+    differ: bool = False
+    """Scores are summed over pairs of different class instead."""
+
     tile: int = 0
     cache_bytes: int = 0
     backend: str = "auto"
@@ -73,7 +76,7 @@ def result_shapes(x: Inputs, task: Task) -> dict[str, tuple[int, ...]]:
         if wanted:
             shapes[side] = (length,)
             if x.query_classes is not None:
-                shapes[f"{side}_sums"] = shapes[f"{side}_counts"] = (length, x.query_classes.shape[1])
+                shapes[f"{side}_sums"] = shapes[f"{side}_counts"] = (length,)
             if task.ranks:
                 shapes[f"{side}_higher"] = (length,)
     if x.labels is not None:

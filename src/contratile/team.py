@@ -96,7 +96,7 @@ class Team:
         """Take part in the handshake only to say that this rank's arguments are bad, so that nobody waits for it."""
         if self.size == 1:
             return
-        text = str(error)[:200]
+        text = str(error).encode("ascii", "replace").decode()[:200]
         with suppress(ValueError):
             self.handshake(
                 Facts(queries=0, keys=0, features=0, dtype="", device="", call="", gradient="", refused=text)

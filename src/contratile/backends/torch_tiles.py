@@ -106,6 +106,7 @@ def backward(scores: Scores, task: Task, given: Given, into: Gradients) -> None:
     assert dk is None or dk.dtype == alpha.dtype, "key gradients accumulate over row blocks, in full precision"
     # sum(g * s) = <alpha q, g k>, so a query gradient gives dalpha at no cost; without one the scores must be kept.
     keep_scores = dalpha is not None and dq is None
+    bias = scores.bias if keep_scores else None  # it would round the scores: they are kept without it
     ws = Workspace(plan, scores.q, scores.key, tiles=3 if keep_scores else 2)
     for block, tiles in plan.blocks() if plan.m else ():
         q_RD = ws.query(scores.q, block, alpha)
@@ -118,11 +119,12 @@ def backward(scores: Scores, task: Task, given: Given, into: Gradients) -> None:
                 tile = tile._replace(mirrored=True)
             k_CD = ws.key(scores.key, tile.cols)
             g_RC, spare_RC = ws.tile(0, tile), ws.tile(1, tile)
-            s_RC = scores.cached(tile)
+            s_RC = scores.cached(tile) if bias is None else None
             if s_RC is None:
-                s_RC = scores.compute(q_RD, k_CD, ws.tile(2, tile) if keep_scores else g_RC)
+                s_RC = ws.tile(2, tile) if keep_scores else g_RC
+                (scores if bias is None else scores._replace(bias=None)).compute(q_RD, k_CD, s_RC)
                 rule.exclude_(s_RC, tile)
-            weights.weigh(s_RC, g_RC, spare_RC, tile)
+            weights.weigh(s_RC if bias is None else torch.add(s_RC, bias, out=g_RC), g_RC, spare_RC, tile)
             # Places first and gradients second: two queries that are each other's positive share a place.
             places = list(rule.places(g_RC, tile))
             for at in places:
@@ -143,10 +145,9 @@ def backward(scores: Scores, task: Task, given: Given, into: Gradients) -> None:
                 # An excluded pair has s = -inf and g = 0: its product is 0, not NaN. Positives always have a score.
                 torch.clamp(s_RC, min=lowest(s_RC.dtype), out=spare_RC)
                 if pos is not None and rule.exclude_self:
+                    assert bias is None
                     for at in rule.places(spare_RC, tile):
                         at.put_(pos[at.rows])
-                if scores.bias is not None:
-                    spare_RC.sub_(scores.bias)
                 dalpha += spare_RC.mul_(g_RC).sum() / alpha
         if dalpha is not None and not keep_scores:
             dalpha += torch.dot(q_RD.flatten(), dq_RD.flatten()) / alpha

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from contratile.errors import bad_value
+from contratile.errors import bad_value, check_features, check_pairs
 from contratile.functional import nt_xent, pair_lse
 from contratile.memory_queue import gather_rows
 from contratile.team import Team
@@ -38,7 +38,9 @@ class NTXentLoss(nn.Module):
         out0, out1 = F.normalize(out0, dim=1), F.normalize(out1, dim=1)
         if self.memory_bank is None:
             return nt_xent(out0, out1, self.temperature, group=team.group)
+        check_pairs("out0 and out1", out0, out1)
         bank = self.memory_bank.bank.to(out0, copy=True)
+        check_features({"out0": out0, "out1": out1, "memory bank": bank}, empty=False)
         if out0.requires_grad:
             self.memory_bank.enqueue(*gather_rows(team, "NTXentLoss", out1.detach()))
         negatives, _ = pair_lse(out0, bank, 1 / self.temperature, cols=False, group=None)

@@ -86,9 +86,11 @@ class SigLipLoss(nn.Module):
 
 def create_loss(args: Any) -> nn.Module:
     """open_clip's factory, from the arguments of its command line."""
-    for name, asked in (("distill", args.distill), ("coca", "coca" in args.model.lower())):
-        if asked:
-            bad_value(name, expected="a CLIP or SigLIP model", got=args.model, remedy="Use open_clip.create_loss.")
+    remedy = "Use open_clip.create_loss."
+    if args.distill:
+        bad_value("distill", expected="False", got=args.distill, remedy=remedy)
+    if "coca" in args.model.lower():
+        bad_value("model", expected="a CLIP or SigLIP model", got=args.model, remedy=remedy)
     _refuse_horovod(args.horovod)
     if args.siglip:
         return SigLipLoss(rank=args.rank, world_size=args.world_size, dist_impl=args.loss_dist_impl)

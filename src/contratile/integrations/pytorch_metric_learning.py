@@ -7,6 +7,7 @@ Embeddings are normalised here: the distance is the cosine, which is the default
 may be wrapped in the package's `SelfSupervisedLoss`. Miners, other distances, reducers and regularisers are refused.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -35,15 +36,33 @@ class Sets(NamedTuple):
 
 
 class _Loss(nn.Module):
-    def __init__(self, temperature: Tensor | float, **options: Any) -> None:
-        """A learned temperature is a tensor."""
+    reducer: str
+
+    def __init__(
+        self,
+        temperature: Tensor | float,
+        *,
+        distance: Any = None,
+        reducer: Any = None,
+        embedding_regularizer: None = None,
+        embedding_reg_weight: float = 1,  # of a regulariser, and there is none
+        collect_stats: bool | None = None,
+    ) -> None:
+        """A learned temperature is a tensor. The other options are the package's, and take its defaults only."""
         super().__init__()
         check_temperature(temperature)
-        for name, value in options.items():
-            if value is not None and value is not False:
-                remedy = f"Drop {name}=, or use the loss of pytorch_metric_learning for it."
-                bad_value(name, expected="the default", got=type(value).__name__, remedy=remedy)
+        cosine = distance is None or (_is(distance, "CosineSimilarity") and distance.p == 2 and distance.power == 1)
+        self._refuse("distance", distance, "CosineSimilarity()", known=cosine)
+        self._refuse("reducer", reducer, f"{self.reducer}()", known=reducer is None or _is(reducer, self.reducer))
+        self._refuse("embedding_regularizer", embedding_regularizer, "None", known=embedding_regularizer is None)
+        self._refuse("collect_stats", collect_stats, "False", known=not collect_stats)
         self.temperature = temperature
+
+    @staticmethod
+    def _refuse(name: str, value: object, default: str, *, known: bool) -> None:
+        if not known:
+            remedy = f"Drop {name}=, or use the loss of pytorch_metric_learning for it."
+            bad_value(name, expected=f"the default, {default}", got=repr(value), remedy=remedy)
 
     def forward(
         self,
@@ -54,7 +73,7 @@ class _Loss(nn.Module):
         ref_labels: Tensor | None = None,
     ) -> Tensor:
         if indices_tuple is not None:
-            remedy = "Drop indices_tuple= and the miner that made it: all pairs take part."
+            remedy = "Drop the miner (or CrossBatchMemory) that made it: all pairs take part."
             bad_value("indices_tuple", expected="None", got=type(indices_tuple).__name__, remedy=remedy)
         if labels is None or (ref_emb is None) != (ref_labels is None):
             missing = "labels" if labels is None else "ref_emb" if ref_emb is None else "ref_labels"
@@ -66,18 +85,15 @@ class _Loss(nn.Module):
 
     def _sets(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor | None, ref_labels: Tensor | None) -> Sets:
         check_features({"embeddings": embeddings}, empty=False)
-        labels = labels.to(embeddings.device)
-        check_vector("labels", labels, length=len(embeddings), device=embeddings.device)
+        classes = _classes("labels", labels, embeddings)
         query = F.normalize(embeddings, dim=1)
         if ref_emb is None or ref_labels is None or (ref_emb is embeddings and ref_labels is labels):
-            return Sets(query, None, labels.long(), labels.long())
+            return Sets(query, None, classes, classes)
         if ref_labels is labels:
             remedy = "pytorch_metric_learning would leave out pair (i, i): pass ref_labels.clone() to count it."
             bad_value("ref_labels", expected="a tensor of its own", got="labels", remedy=remedy)
         check_features({"embeddings": embeddings, "ref_emb": ref_emb}, empty=False)
-        ref_labels = ref_labels.to(embeddings.device)
-        check_vector("ref_labels", ref_labels, length=len(ref_emb), device=embeddings.device)
-        return Sets(query, F.normalize(ref_emb, dim=1), labels.long(), ref_labels.long())
+        return Sets(query, F.normalize(ref_emb, dim=1), classes, _classes("ref_labels", ref_labels, ref_emb))
 
     def _loss(self, x: Sets) -> Tensor:
         raise NotImplementedError
@@ -86,12 +102,27 @@ class _Loss(nn.Module):
         return f"temperature={self.temperature}"
 
 
+def _is(x: object, name: str) -> bool:
+    """One of the package's classes; it may not be there to compare."""
+    return type(x).__name__ == name and type(x).__module__.split(".")[0] == "pytorch_metric_learning"
+
+
+def _classes(name: str, labels: Tensor, embeddings: Tensor) -> Tensor:
+    """Labels may be on another device, as in the package."""
+    if isinstance(labels, Tensor):
+        labels = labels.to(embeddings.device)
+    check_vector(name, labels, length=len(embeddings), device=embeddings.device)
+    return labels.long()
+
+
 class NTXentLoss(_Loss):
     """The mean over all positive pairs of -log(exp(s_ap) / (exp(s_ap) + sum over negatives n of a of exp(s_an))).
 
     A pair's denominator has none of the anchor's other positives. The negatives' log-sum-exps are tiles; positive pairs
     are visited in chunks, none is kept: memory is linear in the batch, whatever the size of the classes.
     """
+
+    reducer = "MeanReducer"
 
     def __init__(self, temperature: Tensor | float = 0.07, **options: Any) -> None:
         super().__init__(temperature, **options)
@@ -109,13 +140,14 @@ class NTXentLoss(_Loss):
 class SupConLoss(_Loss):
     """`contratile.sup_con`; anchors without a positive do not count in the mean."""
 
+    reducer = "AvgNonZeroReducer"
+
     def __init__(self, temperature: Tensor | float = 0.1, **options: Any) -> None:
         super().__init__(temperature, **options)
 
     def _loss(self, x: Sets) -> Tensor:
-        classes = x.query_labels.unsqueeze(1), x.key_labels.unsqueeze(1)
         scale = 1 / as_tensor(self.temperature, x.query)
-        inputs = Inputs(x.query, x.key, scale, query_classes=classes[0], key_classes=classes[1])
+        inputs = Inputs(x.query, x.key, scale, query_classes=x.query_labels, key_classes=x.key_labels)
         losses, count = class_losses(inputs, x.engine, exclude_self=x.key is None)
         return losses.sum() / (count > 0).sum().clamp(min=1)
 
@@ -137,27 +169,29 @@ class Positives(NamedTuple):
         ends = (last - first).cumsum(0)
         return cls(order, first, ends, same_set, int(ends[-1]) - same_set * len(query_labels))
 
-    def chunk(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Anchors and keys of the pairs from number `start` to `stop`."""
-        number = torch.arange(start, min(stop, int(self.ends[-1])), device=self.ends.device)
-        anchor = torch.searchsorted(self.ends, number, right=True)
-        before = torch.where(anchor > 0, self.ends[anchor - 1], 0)
-        key = self.order[self.first[anchor] + number - before]
-        return (anchor[anchor != key], key[anchor != key]) if self.same_set else (anchor, key)
+    def chunks(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Anchors and keys of the pairs, so many at a time."""
+        all_pairs = self.number + self.same_set * len(self.first)
+        for start in range(0, all_pairs, size):
+            number = torch.arange(start, min(start + size, all_pairs), device=self.ends.device)
+            anchor = torch.searchsorted(self.ends, number, right=True)
+            before = torch.where(anchor > 0, self.ends[anchor - 1], 0)
+            key = self.order[self.first[anchor] + number - before]
+            yield (anchor[anchor != key], key[anchor != key]) if self.same_set else (anchor, key)
 
 
 class _PairLosses(torch.autograd.Function):
     """The sum over positive pairs of softplus(negatives' log-sum-exp - scale * <anchor, positive>)."""
 
-    CHUNK = 8192
+    CHUNK = 1 << 19
+    """Numbers in the features of a chunk of pairs."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, negatives: Tensor, scale: Tensor, pairs: Positives) -> Tensor:
         ctx.save_for_backward(query, key, negatives, scale)
         ctx.pairs = pairs
         total = negatives.new_zeros(())
-        for start in range(0, int(pairs.ends[-1]), _PairLosses.CHUNK):
-            a, p = pairs.chunk(start, start + _PairLosses.CHUNK)
+        for a, p in pairs.chunks(max(1, _PairLosses.CHUNK // query.shape[1])):
             score = (query[a].to(total.dtype) * key[p].to(total.dtype)).sum(1) * scale
             total += F.softplus(negatives[a] - score).sum()
         return total
@@ -168,8 +202,7 @@ class _PairLosses(torch.autograd.Function):
         acc = negatives.dtype
         dquery, dkey = (torch.zeros_like(x, dtype=acc) for x in (query, key))
         dnegatives, dscale = torch.zeros_like(negatives), torch.zeros_like(scale)
-        for start in range(0, int(ctx.pairs.ends[-1]), _PairLosses.CHUNK):
-            a, p = ctx.pairs.chunk(start, start + _PairLosses.CHUNK)
+        for a, p in ctx.pairs.chunks(max(1, _PairLosses.CHUNK // query.shape[1])):
             left, right = query[a].to(acc), key[p].to(acc)
             similar = (left * right).sum(1)
             slope = grad * torch.sigmoid(negatives[a] - similar * scale)

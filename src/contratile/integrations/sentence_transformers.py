@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from contratile.errors import bad_type, bad_value, check_choice, check_count
+from contratile.errors import bad_type, bad_value, check_choice, check_count, check_pairs
 from contratile.functional import clip_loss, info_nce
 from contratile.grad_cache import GradCache
 from contratile.grad_cache.chunks import cut
@@ -33,6 +33,10 @@ Similarity = Callable[[Tensor, Tensor], Tensor]
 _DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 _SIMILARITIES = {"cos_sim": "cos_sim", "pytorch_cos_sim": "cos_sim", "dot_score": "dot_score"}
 _OTHERWISE = "or keep sentence-transformers' own loss for it."
+_FLAT = {
+    "cu_seq_lens_q": f"Load the model without input flattening, {_OTHERWISE}",
+    "offsets": "A StaticEmbedding has no activations worth a cache: use MultipleNegativesRankingLoss.",
+}
 
 
 class MultipleNegativesRankingLoss(nn.Module):
@@ -65,9 +69,9 @@ class MultipleNegativesRankingLoss(nn.Module):
         if not scale > 0:
             bad_value("scale", expected="a positive number", got=scale, remedy="It is 1 / temperature.")
         _check_directions(directions, partition_mode)
-        if hardness_mode is not None:
-            remedy = f"Drop hardness_mode= and hardness_strength={hardness_strength}, {_OTHERWISE}"
-            bad_value("hardness_mode", expected="None", got=repr(hardness_mode), remedy=remedy)
+        if hardness_mode is not None or hardness_strength:
+            got, remedy = f"{hardness_mode!r} of strength {hardness_strength}", f"Drop both options, {_OTHERWISE}"
+            bad_value("hardness_mode and hardness_strength", expected="neither", got=got, remedy=remedy)
         self.model = model
         self.scale = scale
         self.similarity = _similarity_name(similarity_fct)
@@ -95,6 +99,11 @@ class MultipleNegativesRankingLoss(nn.Module):
         if len(embeddings) < 2:
             remedy = "The dataset needs an anchor and a positive, and may have columns of negatives after them."
             bad_value("sentence_features", expected="two columns or more", got=len(embeddings), remedy=remedy)
+        if self.symmetric:
+            check_pairs("anchors and positives", *embeddings[:2])
+        # As in the package, at least fp32: the length of a 16-bit embedding may not fit into 16 bits.
+        dtype = reduce(torch.promote_types, (x.dtype for x in embeddings), torch.float32)
+        embeddings = [x.to(dtype) for x in embeddings]
         if self.similarity == "cos_sim":
             embeddings = [F.normalize(x, dim=-1) for x in embeddings]
         query, positive, *negatives = embeddings
@@ -234,16 +243,17 @@ class CachedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
 
     def _mini_batches(self, features: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """As the package cuts them, so that with dropout the draws are the same; plain slices if it is not there."""
-        if "cu_seq_lens_q" in features:
-            remedy = f"Load the model without input flattening, {_OTHERWISE}"
-            bad_value("sentence_features", expected="padded inputs", got="flattened ones", remedy=remedy)
+        for name, remedy in _FLAT.items():
+            if name in features:
+                got = f"flattened ones with {name}"
+                bad_value("sentence_features", expected="padded inputs", got=got, remedy=remedy)
         package = sys.modules.get("sentence_transformers.base.losses.gradcache")
         if package is not None and hasattr(package, "_minibatch_ranges") and hasattr(package, "_create_minibatch"):
             ranges = package._minibatch_ranges(features, self.mini_batch_size, self.mini_batch_num_tokens)
             return (package._create_minibatch(features, begin, end) for begin, end in ranges)
         if self.mini_batch_num_tokens is not None:
-            got, remedy = self.mini_batch_num_tokens, "Install sentence-transformers 6, or pass mini_batch_size=."
-            bad_value("mini_batch_num_tokens", expected="None without the package's own cut", got=got, remedy=remedy)
+            tokens, remedy = self.mini_batch_num_tokens, "Install sentence-transformers 6, or pass mini_batch_size=."
+            bad_value("mini_batch_num_tokens", expected="None without the package's own cut", got=tokens, remedy=remedy)
         return cut(features, self.mini_batch_size, "sentence_features")
 
     def get_config_dict(self) -> dict[str, Any]:
