@@ -18,6 +18,10 @@ from torch import Tensor
 import contratile as ct
 from contratile import reference
 from contratile.contrast import CHUNK, BatchStats, own_scores
+from contratile.lse import Engine, pair_stats
+from contratile.ring import Ring
+from contratile.task import Inputs, Task
+from contratile.team import ALONE
 from tests.helpers import DTYPES, assert_precise, features, randn, run
 
 N, D, E, H = 37, 7, 11, 3
@@ -106,6 +110,24 @@ def test_siglip_far_from_zero(bias: float) -> None:
         torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=1e-6 * float(want.abs().max()))
     precise = run(lambda *x: ct.siglip_loss(*x, tile=8), *inputs)
     assert_close(precise, exact)
+
+
+@pytest.mark.parametrize("tile", [8, 64])
+def test_sums_of_softplus_on_both_sides(tile: int) -> None:
+    """The primitive has gradients of the columns' sums too."""
+    leaves = [randn(n, D, seed=n, dtype=torch.float64) for n in (N, N + 5)]
+    labels, numbers = ids_of(N, N + 5, 7), [torch.tensor(x, dtype=torch.float64) for x in (2.0, -1.0)]
+    engine = Engine(Ring.flat(ALONE, (N + 5,), total=N), tile=tile)
+
+    def ours(q: Tensor, k: Tensor, s: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        results, _ = pair_stats(Inputs(q, k, s, b, labels=labels), Task(reduce="softplus"), engine)
+        return results["row"], results["col"]
+
+    def dense(q: Tensor, k: Tensor, s: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        results = reference.pair_stats(q, k, s, b, labels, reduce="softplus")
+        return results["row"], results["col"]
+
+    assert_close(run(ours, *leaves, *numbers), run(dense, *leaves, *numbers))
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
