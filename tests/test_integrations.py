@@ -488,6 +488,21 @@ def test_metric_learning_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         same(pml.NTXentLoss()(embeddings, labels), NTXentLoss()(embeddings, labels), embeddings)
 
 
+def test_metric_learning_chunks_are_of_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wide embeddings come in fewer pairs at a time."""
+    sizes: list[int] = []
+    chunks = pml.Positives.chunks
+
+    def spy(self: pml.Positives, size: int) -> Any:
+        sizes.append(size)
+        return chunks(self, size)
+
+    monkeypatch.setattr(pml.Positives, "chunks", spy)
+    for width in (16, 4096):
+        pml.NTXentLoss()(randn(8, width, seed=1).requires_grad_(), torch.arange(8) // 2).backward()
+    assert sizes == [pml._PairLosses.CHUNK // width for width in (16, 16, 4096, 4096)]
+
+
 def test_metric_learning_self_supervised() -> None:
     from pytorch_metric_learning.losses import SelfSupervisedLoss
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import contratile as ct
-from contratile import reference
+from contratile import reference, reserve
 from contratile.backends import torch_tiles
 from contratile.ring import FlatRing
 from tests.ranks import fresh_group, pool
@@ -424,6 +424,27 @@ def test_bad_arguments_of_one_rank_reach_the_others(what: str) -> None:
     assert "rank 1" not in texts[1], "the culprit gets its own error"
     assert texts[0] == texts[2]
     assert "rank 1: " + texts[1][:100] in texts[0]
+
+
+def cache_taken(cache_bytes: int) -> int:
+    """The bytes of the scores that a rank keeps of 40 queries with 3 x 40 keys."""
+    taken = []
+
+    def take(items: int, like: Tensor) -> Tensor:
+        taken.append(items * like.itemsize)
+        return like.new_empty(items)
+
+    q, k = (torch.randn(40, 8, requires_grad=True) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reserve, "take", take)
+        ct.clip_loss(q, k, tile=10, cache_bytes=cache_bytes).backward()
+    return sum(taken)
+
+
+@pytest.mark.parametrize(("room", "most"), [(10**6, 40 * 120 * 4), (40 * 60 * 4, 40 * 60 * 4), (0, 0)])
+def test_the_blocks_of_all_ranks_share_the_cache(room: int, most: int) -> None:
+    for taken in pool(3).run(cache_taken, room):
+        assert 0.8 * most <= taken <= most
 
 
 def test_an_empty_global_batch() -> None:
