@@ -33,7 +33,7 @@ def step(loss: nn.Module, batch: int, width: int = 128) -> Callable[[], float]:
         embeddings.grad = None
         value = loss(embeddings, labels)
         value.backward()
-        return float(value)
+        return float(value.detach())
 
     return call
 
