@@ -27,8 +27,8 @@ class BatchStats(NamedTuple):
 
     The rank of a positive is 1 + the number of other keys that score strictly higher, and top-1 means rank 1. Pairs
     that a margin drops take part; pairs of equal id do not. `col_*` are None where there is one direction only, and
-    `negative_logit` is NaN where there is no negative. Scores that are equal but for rounding may fall on either side
-    of each other.
+    `negative_logit` is NaN where there is no negative. Scores are compared by their products, before the scale: exact
+    ties are ties, while products that differ by their rounding alone may fall on either side of each other.
     """
 
     row_top1: Tensor
@@ -204,10 +204,13 @@ def cross_entropies(
     pos = results["pos"]
     spared = None if query_ids is None or key_ids is None else query_ids == key_ids[labels]
     rows = _tally("row", results, spared, pos)
+    level = results.get("level")
     if engine.extra is not None and any(engine.extra.sizes):
-        rows = rows.join(_extra(query, scale, pos.detach(), options, engine, task, sums), unit)
+        rows = rows.join(_extra(query, scale, level, options, engine, task, sums), unit)
+    elif options.extra_keys is not None:  # of no rows: they stay in the graph
+        rows = rows._replace(lse=rows.lse + options.extra_keys.to(rows.lse.dtype).sum())
     if options.hard_negatives is not None:
-        rows = rows.join(_hard(query, scale, pos.detach(), options, unit, sums), unit)
+        rows = rows.join(_hard(query, scale, level, options, unit, sums), unit)
     columns = _tally("col", results, spared, pos) if cols else None
     e = options.label_smoothing
     # Each side less the positive first: near the end of training both are almost equal, and the difference is exact.
@@ -251,31 +254,42 @@ def _tally(side: str, results: Results, spared: Tensor | None, pos: Tensor | Non
 
 
 def _extra(
-    query: Tensor, scale: Tensor | float, pos: Tensor, options: Options, engine: Engine, task: Task, sums: bool
+    query: Tensor,
+    scale: Tensor | float,
+    level: Tensor | None,
+    options: Options,
+    engine: Engine,
+    task: Task,
+    sums: bool,
 ) -> Tally:
     assert options.extra_keys is not None and engine.extra is not None
     query_ids = None if options.extra_ids is None else options.pair_of_ids[0]
     extra_ids = None if options.extra_ids is None else options.extra_ids.long()
-    level = pos if task.knows_positives else None
     scale = as_tensor(scale, query)
-    x = Inputs(query, options.extra_keys, scale, query_ids=query_ids, key_ids=extra_ids, query_pos=level)
+    x = Inputs(query, options.extra_keys, scale, query_ids=query_ids, key_ids=extra_ids, query_level=level)
     left = engine.cache_bytes - _shared_cache(engine).cache_bytes
     task, engine = task._replace(cols=False), engine._replace(ring=engine.extra, cache_bytes=left)
     results, _ = pair_stats(*(sums_over(x, task) if sums else (x, task)), engine)
     return _tally("row", results, None, None)
 
 
-def _hard(query: Tensor, scale: Tensor | float, pos: Tensor, options: Options, unit: float, sums: bool) -> Tally:
+def _hard(
+    query: Tensor, scale: Tensor | float, level: Tensor | None, options: Options, unit: float, sums: bool
+) -> Tally:
+    """`level` are the positives' products, with which products are compared."""
     assert options.hard_negatives is not None
     scale = as_tensor(scale, query) / unit
-    scores = own_scores(query, options.hard_negatives, options.hard_mask) * scale
+    products = own_scores(query, options.hard_negatives, options.hard_mask)
+    scores = products * scale
     counts = torch.ones_like(scores, dtype=torch.bool) if options.hard_mask is None else options.hard_mask
-    level = pos.unsqueeze(1)
-    higher = (counts & (scores > level)).sum(1) if options.return_stats else None
+    higher = None
     total = torch.where(counts, scores, 0).sum(1) if sums else None
     count = counts.sum(1) if sums else None
-    if options.margin is not None:
-        counts = counts & (scores <= level - scale * options.margin)
+    if level is not None:
+        rising = products.detach() * torch.where(scale < 0, -1, 1)
+        higher = (counts & (rising > level.unsqueeze(1))).sum(1) if options.return_stats else None
+        if options.margin is not None:
+            counts = counts & (rising <= level.unsqueeze(1) - options.margin)
     # A finite floor, not -inf: a query whose every negative is masked has a gradient of 0 here, not NaN.
     floor = torch.finfo(scores.dtype).min / 2
     return Tally((torch.where(counts, scores, floor) * unit).logsumexp(1) / unit, total, count, higher)

@@ -4,22 +4,27 @@
     zero_shot_metrics(image, classes, targets)         # top-1, top-5 accuracy
     nearest(query, gallery, 10)                        # scores and indices of the best keys of each query
 
-The rank of a positive is 1 + the number of other keys that score strictly higher: of equal scores the positive counts
-as the first. Features are compared by their products: pass normalised ones where cosines are meant. Everything runs
-on this process alone, without gradients.
+The rank of a positive is 1 + the number of other keys that score strictly higher. Of keys that score exactly the same,
+`ties="first"` puts the positive before all others, so that features that are all equal look perfect; `ties="mean"`
+takes its mean rank if equals come in random order. Features that are not finite have no ranks: every metric is NaN.
+Features are compared by their products: pass normalised ones where cosines are meant. Everything runs on this process
+alone, without gradients.
 """
 
 from collections.abc import Sequence
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from contratile.backends import Backend
-from contratile.errors import bad_value, check_count, check_features, check_labels, check_vector
+from contratile.errors import bad_type, bad_value, check_choice, check_count, check_features, check_labels, check_vector
 from contratile.lse import Engine, pair_stats
 from contratile.ring import Ring
 from contratile.task import Inputs, Task
 from contratile.team import ALONE
+
+Ties = Literal["first", "mean"]
 
 
 def retrieval_metrics(
@@ -28,6 +33,8 @@ def retrieval_metrics(
     ks: Sequence[int] = (1, 5, 10),
     *,
     image_of_text: Tensor | None = None,
+    pairs: Tensor | None = None,
+    ties: Ties = "first",
     backend: Backend = "auto",
     tile: int | None = None,
 ) -> dict[str, float]:
@@ -38,26 +45,40 @@ def retrieval_metrics(
         ranks = {name: (x > x.diagonal()[:, None]).sum(1) + 1 for name, x in found.items()}
         return {f"{name}_R@{k}": (x <= k).float().mean() for name, x in ranks.items() for k in ks}
 
-    Text i describes image i or, if `image_of_text` (one index per text) is given, that image: an image is found by the
-    best of its texts, and images without any are only there to be confused with.
+    Args:
+        image: features [I, D].
+        text: features [T, D]. Text i belongs to image i unless one of the next two says otherwise.
+        ks: the k of R@k.
+        image_of_text: [T], the image that each text belongs to: several captions of an image.
+        pairs: [P, 2] of (image row, text row) that belong together, where texts have several images too.
+        ties: what equal scores count, see the module.
+        backend, tile: as in the losses.
+
+    Returns:
+        R@k, mean and median rank of both directions; NaN, all of them, if a feature is not finite. What belongs to
+        several is found by the best of them, and what belongs to none is only there to be confused with.
     """
     check_features({"image": image, "text": text}, empty=False)
-    if image_of_text is None:
-        if len(image) != len(text):
-            remedy = "Pass image_of_text=, the index of each text's image."
-            bad_value(
-                "image and text", expected="equally many rows", got=f"{len(image)} and {len(text)}", remedy=remedy
-            )
-        image_of_text = torch.arange(len(text), device=text.device)
-    check_vector("image_of_text", image_of_text, length=len(text), device=text.device)
-    check_labels(image_of_text, len(image))
-    text_ranks, image_ranks = _ranks(text, image, image_of_text, cols=True, backend=backend, tile=tile)
-    described = torch.bincount(image_of_text, minlength=len(image)).cpu() > 0
+    check_choice("ties", ties, get_args(Ties))
+    pairs = _pairs(image, text, image_of_text, pairs)
+    names = ("mean_rank", "median_rank", *(f"R@{k}" for k in ks))
+    if not (_finite(image) and _finite(text)):
+        return {f"{way}_{name}": float("nan") for way in ("image_to_text", "text_to_image") for name in names}
+    how = {"ties": ties, "backend": backend, "tile": tile}
+    images, texts = pairs.unbind(1)
+    if len(texts) == len(text) and bool((texts.bincount(minlength=len(text)) == 1).all()):
+        of_text = torch.empty_like(texts).scatter_(0, texts, images)
+        text_ranks, image_ranks = _ranks(text, image, of_text, cols=True, **how)
+        image_ranks = image_ranks[images.bincount(minlength=len(image)).cpu() > 0]
+    else:
+        text_ranks, image_ranks = (
+            _best_ranks(text, image, texts, images, how),
+            _best_ranks(image, text, images, texts, how),
+        )
     metrics = {}
-    for name, ranks in (("image_to_text", image_ranks[described]), ("text_to_image", text_ranks)):
-        metrics[f"{name}_mean_rank"] = ranks.mean().item()
-        metrics[f"{name}_median_rank"] = _median(ranks)
-        metrics |= {f"{name}_R@{k}": _share(ranks, k) for k in ks}
+    for way, ranks in (("image_to_text", image_ranks), ("text_to_image", text_ranks)):
+        values = ranks.mean().item(), _median(ranks), *(_share(ranks, k) for k in ks)
+        metrics |= {f"{way}_{name}": value for name, value in zip(names, values, strict=True)}
     return metrics
 
 
@@ -67,14 +88,21 @@ def zero_shot_metrics(
     targets: Tensor,
     ks: Sequence[int] = (1, 5),
     *,
+    ties: Ties = "first",
     backend: Backend = "auto",
     tile: int | None = None,
 ) -> dict[str, float]:
-    """Share of the images [N, D] whose class is among the k best of the class features [C, D]; `targets` are [N]."""
+    """Share of the images [N, D] whose class is among the k best of the class features [C, D]; `targets` are [N].
+
+    NaN if a feature is not finite; `ties` as in `retrieval_metrics`.
+    """
     check_features({"image": image, "classes": classes}, empty=False)
+    check_choice("ties", ties, get_args(Ties))
     check_vector("targets", targets, length=len(image), device=image.device)
     check_labels(targets, len(classes))
-    ranks, _ = _ranks(image, classes, targets, cols=False, backend=backend, tile=tile)
+    if not (_finite(image) and _finite(classes)):
+        return {f"zero_shot_top{k}": float("nan") for k in ks}
+    ranks, _ = _ranks(image, classes, targets.long(), cols=False, ties=ties, backend=backend, tile=tile)
     return {f"zero_shot_top{k}": _share(ranks, k) for k in ks}
 
 
@@ -94,18 +122,82 @@ def nearest(query: Tensor, gallery: Tensor, k: int, *, tile: int = 16384) -> tup
     return scores, index
 
 
+def _pairs(image: Tensor, text: Tensor, image_of_text: Tensor | None, pairs: Tensor | None) -> Tensor:
+    """Which image and which text belong together [P, 2], each pair once."""
+    if pairs is not None:
+        if image_of_text is not None:
+            bad_value("pairs", expected="pairs= or image_of_text=", got="both", remedy="pairs= says everything.")
+        if not isinstance(pairs, Tensor) or pairs.dim() != 2 or pairs.shape[1] != 2 or len(pairs) == 0:
+            got = list(pairs.shape) if isinstance(pairs, Tensor) else type(pairs).__name__
+            remedy = "Pass one (image row, text row) for each pair that belongs together."
+            bad_type("pairs", expected="a tensor of shape [P, 2]", got=got, remedy=remedy)
+        for name, column, features in (("pairs[:, 0]", pairs[:, 0], image), ("pairs[:, 1]", pairs[:, 1], text)):
+            check_vector(name, column, length=len(pairs), device=image.device)
+            check_labels(column, len(features))
+        return pairs.long().unique(dim=0)
+    if image_of_text is None:
+        if len(image) != len(text):
+            remedy = "Pass image_of_text=, the index of each text's image."
+            got = f"{len(image)} and {len(text)}"
+            bad_value("image and text", expected="equally many rows", got=got, remedy=remedy)
+        image_of_text = torch.arange(len(text), device=text.device)
+    check_vector("image_of_text", image_of_text, length=len(text), device=text.device)
+    check_labels(image_of_text, len(image))
+    return torch.stack([image_of_text.long(), torch.arange(len(text), device=text.device)], 1)
+
+
+def _finite(x: Tensor) -> bool:
+    return bool(x.isfinite().all())
+
+
 @torch.no_grad()
 def _ranks(
-    query: Tensor, key: Tensor, labels: Tensor, *, cols: bool, backend: Backend, tile: int | None
+    query: Tensor, key: Tensor, labels: Tensor, *, cols: bool, ties: Ties, backend: Backend, tile: int | None
 ) -> tuple[Tensor, Tensor]:
     """The ranks of the queries' positives among the keys, and of the keys' best positives among the queries."""
+    results = _counts(query, key, labels, cols=cols, ties=ties, backend=backend, tile=tile)
+    row = _rank(results, "row", torch.ones_like(results["row_higher"]))
+    if not cols:
+        return row, row[:0]
+    return row, _rank(results, "col", _tied(results["level"], labels, len(key)))
+
+
+@torch.no_grad()
+def _best_ranks(query: Tensor, key: Tensor, queries: Tensor, keys: Tensor, how: dict[str, Any]) -> Tensor:
+    """The rank of each query's best positive, for pairs of (query, key) that belong together: a row for each pair."""
+    results = _counts(query[queries], key, keys, cols=False, **how)
+    level, tied = results["level"], _tied(results["level"], queries, len(query))
+    best = level.new_full((len(query),), -torch.inf).scatter_reduce_(0, queries, level, "amax")
+    ranks = _rank(results, "row", tied[queries])
+    found = (level == best[queries]).cpu()
+    # All pairs of a query that share the best level have the same rank.
+    of_query = ranks.new_full((len(query),), torch.nan).scatter_(0, queries.cpu()[found], ranks[found])
+    return of_query[queries.cpu().unique()]
+
+
+def _counts(
+    query: Tensor, key: Tensor, labels: Tensor, *, cols: bool, ties: Ties, backend: Backend, tile: int | None
+) -> dict[str, Tensor]:
+    """For each query: the product with its positive, how many keys lie above and at it; for each key likewise."""
     engine = Engine(Ring.flat(ALONE, (len(key),), total=len(query)), backend, tile)
-    x = Inputs(
-        query.detach(), key.detach(), torch.ones((), dtype=query.dtype, device=query.device), labels=labels.long()
-    )
-    results, _ = pair_stats(x, Task(cols=cols, ranks=True), engine)
-    row, col = results["row_higher"] + 1, results["col_higher"] + 1 if cols else results["row_higher"][:0]
-    return row.cpu().double(), col.cpu().double()  # not every device has fp64
+    one = torch.ones((), dtype=query.dtype, device=query.device)
+    x = Inputs(query.detach(), key.detach(), one, labels=labels)
+    return pair_stats(x, Task(cols=cols, ranks=True, ties=ties == "mean"), engine)[0]
+
+
+def _tied(level: Tensor, owner: Tensor, owners: int) -> Tensor:
+    """How many of an owner's positives share the best level."""
+    best = level.new_full((owners,), -torch.inf).scatter_reduce_(0, owner, level, "amax")
+    return torch.zeros_like(best).scatter_add_(0, owner, (level == best[owner]).to(best.dtype))
+
+
+def _rank(results: dict[str, Tensor], side: str, tied: Tensor) -> Tensor:
+    """The rank of the best of `tied` positives. In random order the first of them stands, on average, behind one in
+    tied + 1 of the others that score the same."""
+    # Not every device has fp64.
+    higher, tied = results[f"{side}_higher"].cpu().double(), tied.cpu().double()
+    equal = results.get(f"{side}_equal")
+    return higher + 1 if equal is None else higher + 1 + (equal.cpu().double() - tied) / (tied + 1)
 
 
 def _share(ranks: Tensor, k: int) -> float:

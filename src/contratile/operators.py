@@ -17,9 +17,9 @@ from contratile.team import ALONE
 _INPUTS, _TASK = len(Inputs._fields), len(Task._fields)
 _ARGUMENTS = (
     "Tensor query, Tensor? key, Tensor scale, Tensor? bias, Tensor? labels, Tensor? query_ids, Tensor? key_ids, "
-    "Tensor? query_classes, Tensor? key_classes, Tensor? query_pos, str reduce, bool rows, bool cols, "
-    "bool exclude_self, float margin, bool ranks, bool differ, SymInt tile, SymInt cache_bytes, str backend, "
-    "str precision"
+    "Tensor? query_classes, Tensor? key_classes, Tensor? query_level, str reduce, bool rows, bool cols, "
+    "bool exclude_self, float margin, bool ranks, bool ties, bool differ, SymInt tile, SymInt cache_bytes, "
+    "str backend, str precision"
 )
 
 

@@ -36,14 +36,16 @@ def forward(ring: Ring, x: Inputs, task: Task) -> Results:
     cache = reserve.take(sum(items), alpha)
     caches = _pieces(cache, items)
     mine = {"key": x.query if x.key is None else x.key, "ids": x.key_ids, "classes": x.key_classes}
-    own_level = x.query_pos
+    own_level = x.query_level
     tiles = registry.choose(x, task)
     if task.knows_positives and pos is not None:
         assert tiles is torch_tiles, "kernels do not compare with positives"
-        torch_tiles.positives(_block(ring, ring.team.rank, x, mine, task, alpha, cache[:0]), pos)
-        own_level = pos
+        home = _block(ring, ring.team.rank, x, mine, task, alpha, cache[:0])
+        own_level = torch.zeros_like(pos)
+        torch_tiles.positives(home, own_level)
+        home.score_(pos.copy_(own_level))
         if task.cols:
-            mine["level"] = _by_key(pos, x)
+            mine["level"] = _by_key(own_level, x, otherwise=torch.inf)
     merge = partial(_merge, statistics=task.reduce == "lse")
     trip, names = _trip(ring, mine, merge=merge)
     rows: Tensors | None = None
@@ -62,11 +64,12 @@ def forward(ring: Ring, x: Inputs, task: Task) -> Results:
         else:
             merge(rows, new_rows)
     assert rows is not None
-    results = _named("row", rows, x, task) | _named("col", trip.home, x, task)
+    row_term, col_term = _terms(pos, x, task)
+    results = _named("row", rows, x, task, row_term) | _named("col", trip.home, x, task, col_term)
     if pos is not None:
         results["pos"] = pos
-        if task.reduce == "lse":
-            _lift_(results, pos, x, task)
+        if task.knows_positives and own_level is not None:
+            results["level"] = own_level
     if task.cache_bytes:
         results["cache"] = cache
     return results
@@ -92,7 +95,7 @@ def backward(
     pos = results.get("pos")
     cache = results.get("cache", alpha.new_empty(0))
     caches = _pieces(cache, cached_items(ring, x, task))
-    own_level = pos if x.query_pos is None else x.query_pos
+    own_level = results.get("level", x.query_level)
     tiles = registry.choose(x, task)
     lse = task.reduce == "lse"
     row = Side(results["row"] if lse else None, grads["row"], own_level) if "row" in grads else None
@@ -100,7 +103,7 @@ def backward(
     side = "row" if symmetric else "col"
     mine = {"key": x.query if x.key is None else x.key, "ids": x.key_ids}
     if side in grads:
-        level = _by_key(pos, x) if pos is not None and task.filters else None
+        level = _by_key(own_level, x, otherwise=torch.inf) if own_level is not None and task.filters else None
         mine |= {"lse": results[side] if lse else None, "grad": grads[side], "level": level}
     sums_grad = grads.get("row_sums"), grads.get(f"{side}_sums")
     if any(grad is not None for grad in sums_grad):
@@ -169,7 +172,9 @@ def _block(
         keys=ring.sizes[source],
     )
     key = None if x.key is None and home else visitor["key"]
-    return Scores(x.query, key, alpha, x.bias, rule, _plan(ring, source, x, task), cache)
+    # With `key=None` two ranks compute their shared tiles, each for itself: as products, which are the same on both.
+    folded = not task.knows_positives and (home or x.key is not None)
+    return Scores(x.query, key, alpha, x.bias, rule, _plan(ring, source, x, task), cache, folded)
 
 
 def _class_parts(query_classes: Tensor, key_classes: Tensor, scores: Scores, task: Task) -> tuple[Tensors, Tensors]:
@@ -191,36 +196,36 @@ def _merge(into: Tensors, other: Tensors, *, statistics: bool) -> None:
         x.add_(y)
 
 
-def _named(side: str, parts: Tensors, x: Inputs, task: Task) -> Results:
-    """The complete parts of one side as results, in the order of `result_shapes`."""
+def _named(side: str, parts: Tensors, x: Inputs, task: Task, term: Tensor | None) -> Results:
+    """The complete parts of one side as results, in the order in which they were gathered."""
     if not parts:
         return {}
     if task.reduce == "lse":
-        parts = (Stats(parts[0], parts[1]).lse2(), *parts[2:])
+        parts = (Stats(parts[0], parts[1]).lse2(term), *parts[2:])
     names = [side]
     if task.ranks:
         names.append(f"{side}_higher")
+    if task.ties:
+        names.append(f"{side}_equal")
     if x.query_classes is not None:
         names += [f"{side}_sums", f"{side}_counts"]
     return dict(zip(names, parts, strict=True))
 
 
-def _lift_(results: Results, pos: Tensor, x: Inputs, task: Task) -> None:
-    """A log-sum-exp is never below one of its terms; where rounding says otherwise a loss would be negative."""
-    assert x.labels is not None
-    if task.exclude_self:  # a row that is its own positive, as its self score is wanted, has no such term
+def _terms(pos: Tensor | None, x: Inputs, task: Task) -> tuple[Tensor | None, Tensor | None]:
+    """A term of each row's and of each column's log-sum-exp: the positive's score."""
+    if pos is None:
+        return None, None
+    if task.exclude_self and x.labels is not None:  # a row that is its own positive has no such term
         pos = pos.masked_fill(x.labels == torch.arange(len(pos), device=pos.device), -torch.inf)
-    if "row" in results:
-        results["row"] = torch.maximum(results["row"], pos)
-    if "col" in results:
-        results["col"].scatter_reduce_(0, x.labels, pos, "amax")
+    return pos, _by_key(pos, x, otherwise=-torch.inf) if task.cols else None
 
 
-def _by_key(pos: Tensor, x: Inputs) -> Tensor:
-    """Each key's best score with a query whose positive it is; nothing scores above that of a key without one."""
+def _by_key(of_query: Tensor, x: Inputs, *, otherwise: float) -> Tensor:
+    """For each key the highest value of a query whose positive it is."""
     assert x.labels is not None
     keys = (x.query if x.key is None else x.key).shape[0]
-    return pos.new_full((keys,), torch.inf).scatter_reduce_(0, x.labels, pos, "amax", include_self=False)
+    return of_query.new_full((keys,), otherwise).scatter_reduce_(0, x.labels, of_query, "amax", include_self=False)
 
 
 def _plan(ring: Ring, source: int, x: Inputs, task: Task) -> TilePlan:
@@ -229,8 +234,11 @@ def _plan(ring: Ring, source: int, x: Inputs, task: Task) -> TilePlan:
     n, d = x.query.shape
     m = ring.sizes[source]
     # The sizes that a compiler traces with may be symbols, which no table can hold.
-    plan = _known_plan if type(n) is type(m) is type(d) is int else plan_tiles
-    return plan(n, m, d, tile=task.tile or None, itemsize=itemsize, symmetric=symmetric)
+    make = _known_plan if type(n) is type(m) is type(d) is int else plan_tiles
+    # Of one set two ranks see the same tiles, one of them transposed.
+    flip = x.key is None and source < ring.team.rank
+    plan = make(*((m, n) if flip else (n, m)), d, tile=task.tile or None, itemsize=itemsize, symmetric=symmetric)
+    return plan.transposed() if flip else plan
 
 
 _known_plan = lru_cache(maxsize=1024)(plan_tiles)

@@ -26,7 +26,7 @@ def pair_stats(
     key_ids: Tensor | None = None,
     query_classes: Tensor | None = None,
     key_classes: Tensor | None = None,
-    query_pos: Tensor | None = None,
+    query_level: Tensor | None = None,
     *,
     reduce: Literal["lse", "softplus"] = "lse",
     rows: bool = True,
@@ -34,6 +34,7 @@ def pair_stats(
     exclude_self: bool = False,
     margin: float = INF,
     ranks: bool = False,
+    ties: bool = False,
     differ: bool = False,
 ) -> dict[str, Tensor]:
     """Statistics of the scores S = scale * Q K^T + bias over the pairs that count, natural logarithm.
@@ -42,34 +43,41 @@ def pair_stats(
     pos [N]                     S[i, labels_i], wherever labels are given
     row_sums, row_counts        [N]: sums and numbers of scale * Q K^T over keys of equal class; if `differ`, of another
     row_higher, col_higher      how many scores lie above the positive's, if `ranks`
+    row_equal, col_equal        how many are exactly the positive's, itself included, if `ties`
+    level [N]                   the positives' products <q, k>, if `ranks` or a `margin` asks to compare
 
-    Pairs of equal id do not count unless positive. `margin`: nor do, for a row, scores above its positive's less
-    `scale * margin`; likewise for a column.
+    Pairs of equal id do not count unless positive. `margin`: for a row, products above its positive's minus `margin`
+    are dropped; likewise for a column. What is compared are products, before the scale (with a negative scale their
+    opposites), so that equal products are equal and nothing else is.
     """
     key = query if key is None else key
-    similar = scale * (query @ key.T)
+    products = query @ key.T
+    similar = scale * products
     every = similar if bias is None else similar + bias
+    order = torch.where(torch.as_tensor(scale) < 0, -products, products).detach()
     is_pos = torch.zeros_like(every, dtype=torch.bool)
     out: dict[str, Tensor] = {}
-    level = query_pos
+    level = query_level
     if labels is not None:
-        out["pos"] = level = every.gather(1, labels.unsqueeze(1)).squeeze(1)
+        out["pos"] = every.gather(1, labels.unsqueeze(1)).squeeze(1)
         is_pos.scatter_(1, labels.unsqueeze(1), True)
+        if ranks or margin < INF:
+            out["level"] = level = order.gather(1, labels.unsqueeze(1)).squeeze(1)
     left_out = torch.zeros_like(is_pos)
     if query_ids is not None and key_ids is not None:
         left_out = (query_ids.unsqueeze(1) == key_ids) & ~is_pos
     if exclude_self:
         left_out = left_out | torch.eye(*every.shape, dtype=torch.bool, device=query.device)
-    scores = every.masked_fill(left_out, -INF)
+    scores, order = every.masked_fill(left_out, -INF), order.masked_fill(left_out, -INF)
     for side, dim, wanted in (("row", 1, rows), ("col", 0, cols)):
         if not wanted:
             continue
         bar = None
-        if level is not None:  # of a column: its own positive's score, if it has one
-            bar = level.unsqueeze(1) if side == "row" else _column_levels(every, is_pos)
+        if level is not None:  # of a column: its own positive's, if it has one
+            bar = level.unsqueeze(1) if side == "row" else _column_levels(level, labels, len(key))
         counted = scores
         if margin < INF and bar is not None:
-            counted = scores.masked_fill((scores > bar - scale * margin) & ~is_pos, -INF)
+            counted = scores.masked_fill((order > bar - margin) & ~is_pos, -INF)
         out[side] = (
             counted.logsumexp(dim) if reduce == "lse" else F.softplus(torch.where(is_pos, -counted, counted)).sum(dim)
         )
@@ -80,13 +88,16 @@ def pair_stats(
             out[f"{side}_sums"] = (similar * summed).sum(dim)
             out[f"{side}_counts"] = summed.sum(dim).to(every.dtype)
         if ranks and bar is not None:
-            out[f"{side}_higher"] = (scores > bar).sum(dim).to(every.dtype)
+            out[f"{side}_higher"] = (order > bar).sum(dim).to(every.dtype)
+            if ties:
+                out[f"{side}_equal"] = (order == bar).sum(dim).to(every.dtype)
     return out
 
 
-def _column_levels(scores: Tensor, is_pos: Tensor) -> Tensor:
-    """A column's score with the query whose positive it is; nothing scores above that of a column without one."""
-    return torch.where(is_pos.any(0), scores.masked_fill(~is_pos, -INF).amax(0), INF)
+def _column_levels(level: Tensor, labels: Tensor | None, keys: int) -> Tensor:
+    """A column's best product with a query whose positive it is; nothing lies above that of a column without one."""
+    found = level.new_full((keys,), INF)
+    return found if labels is None else found.scatter_reduce(0, labels, level, "amax", include_self=False)
 
 
 def pair_lse(

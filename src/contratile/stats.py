@@ -56,6 +56,14 @@ class Stats(NamedTuple):
         self.total.mul_((self.level - top).exp2_()).addcmul_(total, (level - top).exp2_())
         self.level.copy_(top)
 
-    def lse2(self) -> Tensor:
-        """log2 of the sum of exp2; -inf where nothing was merged."""
-        return self.total.log2() + self.level
+    def lse2(self, term: Tensor | None = None) -> Tensor:
+        """log2 of the sum of exp2; -inf where nothing was merged.
+
+        `term` is one of the summed logits of each entry, or -inf: the result is never below it, and where nothing else
+        was added it is the term itself, to the last bit.
+        """
+        lse2 = self.total.log2() + self.level
+        if term is None:
+            return lse2
+        alone = self.total <= (term - self.level).exp2_()
+        return torch.where(alone, term, torch.maximum(lse2, term))

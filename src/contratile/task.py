@@ -20,7 +20,7 @@ class Inputs(NamedTuple):
     key_ids: Tensor | None = None  # [M] pairs of equal id are left out, except a query's own positive
     query_classes: Tensor | None = None  # [N]
     key_classes: Tensor | None = None  # [M] scores are summed over pairs of equal class
-    query_pos: Tensor | None = None  # [N] the positives' scores where they are not among these keys
+    query_level: Tensor | None = None  # [N] the positives' products, where they are not among these keys
 
 
 class Task(NamedTuple):
@@ -31,9 +31,14 @@ class Task(NamedTuple):
     cols: bool = True
     exclude_self: bool = False
     margin: float = float("inf")
-    """For each side, pairs that score above its positive less `scale * margin` are dropped. Infinite: none are."""
+    """For each side, pairs whose product exceeds its positive's minus `margin` are dropped. Infinite: none are."""
 
     ranks: bool = False
+    """Count the pairs that score higher than the positive of their side."""
+
+    ties: bool = False
+    """Beside `ranks`: count the pairs that score exactly as the positive, which is one of them."""
+
     differ: bool = False
     """Scores are summed over pairs of different class instead."""
 
@@ -58,12 +63,16 @@ class Task(NamedTuple):
 
     @property
     def knows_positives(self) -> bool:
-        """Whether tiles are compared with the positives, which must then be known before the first tile."""
+        """Whether tiles are compared with the positives, which must then be known before the first tile.
+
+        Products are compared, before the scale: its rounding would break ties, and make others.
+        """
         return self.filters or self.ranks
 
 
 Results = dict[str, Tensor]
-"""row, col, pos, row_sums, col_sums, row_counts, col_counts, row_higher, col_higher, cache: those asked for."""
+"""Those asked for: row, col, pos, level (the positives' products), and of either side its sums, counts, higher, equal;
+cache."""
 
 DIFFERENTIABLE = ("row", "col", "pos", "row_sums", "col_sums")
 
@@ -79,6 +88,10 @@ def result_shapes(x: Inputs, task: Task) -> dict[str, tuple[int, ...]]:
                 shapes[f"{side}_sums"] = shapes[f"{side}_counts"] = (length,)
             if task.ranks:
                 shapes[f"{side}_higher"] = (length,)
+            if task.ties:
+                shapes[f"{side}_equal"] = (length,)
     if x.labels is not None:
         shapes["pos"] = (n,)
+        if task.knows_positives:
+            shapes["level"] = (n,)
     return shapes

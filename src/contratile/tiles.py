@@ -10,7 +10,7 @@ both ask for it, cut the same tiles.
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, isqrt
 from pathlib import Path
@@ -64,11 +64,19 @@ class TilePlan:
     symmetric: bool = False
     """Queries and keys are the same: the tiles of the upper triangle stand for all."""
 
+    flipped: bool = False
+    """Tiles are computed and stored as their transposes, which another rank computes as they are: the same numbers to
+    the last bit, as BLAS need not round a product and its transpose alike."""
+
     diagonal: int = 0
     """Of symmetric scores: the height of tiles that touch the diagonal, where half of a square is computed in vain."""
 
     def __post_init__(self) -> None:
         assert not self.symmetric or (self.n == self.m and self.rows == self.cols), "symmetric tiles are square"
+
+    def transposed(self) -> "TilePlan":
+        """The same tiles, seen by who holds the keys."""
+        return replace(self, n=self.m, m=self.n, rows=self.cols, cols=self.rows, flipped=not self.flipped)
 
     def blocks(self) -> Iterator[tuple[slice, list[Tile]]]:
         """Blocks of rows in the order of computation, each with its tiles from left to right."""

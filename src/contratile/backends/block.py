@@ -28,6 +28,8 @@ class Scores(NamedTuple):
     """None stands for the queries: the scores are symmetric, and only the upper triangle of tiles is computed."""
 
     alpha: Tensor
+    """Scores are alpha <q, k> + bias. Without `folded` the products are known by themselves: see `Task`."""
+
     bias: Tensor | None
     rule: PairRule
     plan: TilePlan
@@ -36,20 +38,41 @@ class Scores(NamedTuple):
     cache: Tensor
     """Keeps, from forward to backward, the score tiles that fit into it."""
 
+    folded: bool = True
+    """Alpha is multiplied into the queries, not into each tile of products."""
+
     @property
     def key(self) -> Tensor:
         return self.q if self.k is None else self.k
 
     def cached(self, tile: Tile) -> Tensor | None:
-        return self.cache[tile.offset : tile.end].view(tile.shape) if tile.end <= len(self.cache) else None
+        return as_tile(self.cache[tile.offset : tile.end], tile, self.plan) if tile.end <= len(self.cache) else None
 
-    def compute(self, q_RD: Tensor, k_CD: Tensor, out: Tensor) -> Tensor:
-        torch.mm(q_RD, k_CD.t(), out=out)
-        return out if self.bias is None else out.add_(self.bias)
+    @property
+    def on_queries(self) -> Tensor:
+        """What is multiplied into the queries: alpha, or its sign, so that a higher product is a higher score."""
+        return self.alpha if self.folded else torch.where(self.alpha < 0, -1, 1).to(self.alpha.dtype)
+
+    def products(self, q_RD: Tensor, k_CD: Tensor, tile: Tile, out: Tensor, spare: Tensor) -> Tensor:
+        """The products of a tile. Of one set they are symmetric to the last bit: its upper triangle decides."""
+        if self.plan.flipped:
+            torch.mm(k_CD, q_RD.t(), out=out.t())
+        else:
+            torch.mm(q_RD, k_CD.t(), out=out)
+        if self.k is None and tile.rows == tile.cols:
+            torch.triu(out, 1, out=spare)
+            out.triu_().add_(spare.t())
+        return out
+
+    def score_(self, products: Tensor, *, bias: bool = True) -> Tensor:
+        """Turn products into scores, in place."""
+        if not self.folded:
+            products.mul_(self.alpha.abs())
+        return products if self.bias is None or not bias else products.add_(self.bias)
 
 
 class Levels(NamedTuple):
-    """The positives' scores that tiles are compared with, if the task does so."""
+    """The positives' products that tiles are compared with, if the task does so."""
 
     row: Tensor | None
     col: Tensor | None
@@ -105,6 +128,12 @@ class Tiles(Protocol):
 
     def backward(self, scores: Scores, task: Task, given: Given, into: Gradients) -> None:
         """Add the block's share to the gradients."""
+
+
+def as_tile(memory: Tensor, tile: Tile, plan: TilePlan) -> Tensor:
+    """Memory of a tile's size as the tile [R, C]."""
+    rows, cols = tile.shape
+    return memory.view(cols, rows).t() if plan.flipped else memory.view(rows, cols)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -4,12 +4,14 @@
     softplus      row sums of softplus(s), positives' of -s      g = row.grad sigmoid(s), positives' -sigmoid(-s)
     ranks         how many keys score above a row's positive     none
 
-Scores of excluded pairs are -inf: they add nothing to any of them. A `limit` drops, for one side only, the pairs that
-score above it, except the positive.
+Scores of excluded pairs are -inf: they add nothing to any of them. A `limit` drops, for one side only, the pairs whose
+product is above it, except the positive. Whatever is compared with the positives is compared as products, before alpha:
+its rounding would break ties, and make others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import torch
@@ -128,8 +130,11 @@ class LseReader:
     to spare: there, and where sides have limits of their own, it is always so.
     """
 
-    def __init__(self, rule: PairRule, row: Sums | None, col: Sums | None) -> None:
-        self.rule, self.row, self.col = rule, row, col
+    def __init__(
+        self, rule: PairRule, row: Sums | None, col: Sums | None, score_: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        """Where sides have limits, tiles come as products, and `score_` turns those that count into scores."""
+        self.rule, self.row, self.col, self.score_ = rule, row, col, score_
         self.shift: float | None = 0.0
         if any(side is not None and side.limit is not None for side in (row, col)):
             self.shift = None
@@ -169,11 +174,12 @@ class LseReader:
         return True
 
     def _below(self, limit: Tensor, s_RC: Tensor, out: Tensor, tile: Tile) -> Tensor:
-        """The scores up to a limit, and the positives."""
+        """The scores of the products up to a limit, and of the positives."""
         out.copy_(s_RC).masked_fill_(s_RC > limit, -torch.inf)
         for at, true in zip(self.rule.places(out, tile), self.rule.places(s_RC, tile), strict=True):
             at.put_(true.get())
-        return out
+        assert self.score_ is not None
+        return self.score_(out)
 
     def parts(self) -> tuple[Tensors, Tensors]:
         row, col = (() if side is None else side.flush(self.shift) for side in (self.row, self.col))
@@ -213,10 +219,18 @@ class LseWeights:
     """
 
     def __init__(
-        self, row: Direction | None, col: Direction | None, *, labels: Tensor | None, pos: Tensor | None, mirrored: bool
+        self,
+        row: Direction | None,
+        col: Direction | None,
+        *,
+        labels: Tensor | None,
+        pos: Tensor | None,
+        mirrored: bool,
+        factor: Tensor | None = None,
     ) -> None:
-        """`labels` and `pos` lead to the rows' positives. `mirrored`: symmetric scores, rows are columns too."""
-        self.row, self.col = row, col
+        """`labels` and `pos` lead to the rows' positives. `mirrored`: symmetric scores, rows are columns too. Where
+        sides have limits, tiles come as products, and `factor` times them are the scores."""
+        self.row, self.col, self.factor = row, col, factor
         if labels is not None and pos is not None:
             self._own = torch.zeros_like(pos) if row is None else row.grad * (pos - row.lse2).exp2_()
             other = row if mirrored else col
@@ -245,7 +259,8 @@ class LseWeights:
         # The last side goes first and aside, as writing g may overwrite s.
         for (dim, side, index), out in reversed(list(zip(sides, (g_RC, spare_RC), strict=False))):
             dropped = None if side.limit is None else s_RC > part(side.limit, index).unsqueeze(dim)
-            _exp2(s_RC, part(side.lse2, index).unsqueeze(dim), out).mul_(part(side.grad, index).unsqueeze(dim))
+            scaled_RC = s_RC if self.factor is None else torch.mul(s_RC, self.factor, out=out)
+            _exp2(scaled_RC, part(side.lse2, index).unsqueeze(dim), out).mul_(part(side.grad, index).unsqueeze(dim))
             if dropped is not None:
                 out.masked_fill_(dropped, 0)
         if len(sides) == 2:
@@ -303,23 +318,32 @@ class SoftplusWeights:
 # --- ranks --------------------------------------------------------------------------------------------------------
 
 
-class Higher:
-    """For the rows (or columns): the score to beat, and how many scores beat it."""
+class Beaten:
+    """For the rows (or columns): the product to beat, how many beat it and, if asked for, how many equal it."""
 
-    def __init__(self, level: Tensor) -> None:
+    def __init__(self, level: Tensor, *, ties: bool) -> None:
         self.level = level
-        self.count = torch.zeros_like(level)
+        self.higher = torch.zeros_like(level)
+        self.equal = torch.zeros_like(level) if ties else None
+
+    @property
+    def counts(self) -> Tensors:
+        return (self.higher,) if self.equal is None else (self.higher, self.equal)
 
 
 class RankReader:
-    """How many scores lie strictly above each row's and each column's positive."""
+    """How many products lie strictly above, and how many at, each row's and each column's positive."""
 
-    def __init__(self, row: Higher, col: Higher | None) -> None:
+    def __init__(self, row: Beaten, col: Beaten | None) -> None:
         self.row, self.col = row, col
 
     def read(self, s_RC: Tensor, spare_RC: Tensor, tile: Tile) -> None:
+        """`s_RC` holds products."""
         for dim, side, index in sides_of(tile, self.row, self.col):
-            side.count[index] += (s_RC > part(side.level, index).unsqueeze(dim)).sum(dim)
+            level = part(side.level, index).unsqueeze(dim)
+            side.higher[index] += (s_RC > level).sum(dim)
+            if side.equal is not None:
+                side.equal[index] += (s_RC == level).sum(dim)
 
     def parts(self) -> tuple[Tensors, Tensors]:
-        return (self.row.count,), () if self.col is None else (self.col.count,)
+        return self.row.counts, () if self.col is None else self.col.counts

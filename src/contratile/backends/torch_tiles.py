@@ -15,10 +15,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contratile.backends.block import Given, Gradients, Levels, Scores, Side, Tensors, accumulation_dtype
+from contratile.backends.block import Given, Gradients, Levels, Scores, Side, Tensors, accumulation_dtype, as_tile
 from contratile.backends.torch_reductions import (
+    Beaten,
     Direction,
-    Higher,
     LseReader,
     LseWeights,
     RankReader,
@@ -37,54 +37,63 @@ from contratile.tiles import Tile, TilePlan
 def forward(scores: Scores, task: Task, levels: Levels, pos: Tensor | None) -> tuple[Tensors, Tensors]:
     """Show every tile to the readers, after each row's positive score was written to `pos`."""
     plan, rule = scores.plan, scores.rule
-    readers = _readers(scores, task, levels)
+    reader, ranks = _reader(scores, task, levels), _rank_reader(task, levels)
     ws = Workspace(plan, scores.q, scores.key, tiles=2)
     for block, tiles in plan.blocks():
-        q_RD = ws.query(scores.q, block, scores.alpha)
+        q_RD = ws.query(scores.q, block, scores.on_queries)
         for tile in tiles:
-            s_RC = scores.cached(tile)
-            s_RC = scores.compute(q_RD, ws.key(scores.key, tile.cols), ws.tile(0, tile) if s_RC is None else s_RC)
-            if pos is not None:
-                _read_positives(s_RC, tile, rule, pos)
+            s_RC, spare_RC = scores.cached(tile), ws.tile(1, tile)
+            s_RC = ws.tile(0, tile) if s_RC is None else s_RC
+            scores.products(q_RD, ws.key(scores.key, tile.cols), tile, s_RC, spare_RC)
+            if not task.knows_positives:
+                scores.score_(s_RC)
+                if pos is not None:
+                    _read_positives(s_RC, tile, rule, pos)
             rule.exclude_(s_RC, tile)
-            for reader in readers:
-                reader.read(s_RC, ws.tile(1, tile), tile)
-    rows, cols = zip(*(reader.parts() for reader in readers), strict=True)
-    return sum(rows, ()), sum(cols, ())
+            if ranks is not None:
+                ranks.read(s_RC, spare_RC, tile)
+            if task.knows_positives and not task.filters:
+                scores.score_(s_RC)
+            reader.read(s_RC, spare_RC, tile)
+    rows, cols = reader.parts()
+    if ranks is not None:
+        more_rows, more_cols = ranks.parts()
+        rows, cols = rows + more_rows, cols + more_cols
+    return rows, cols
 
 
-def _readers(scores: Scores, task: Task, levels: Levels) -> list[Reader]:
+def _reader(scores: Scores, task: Task, levels: Levels) -> Reader:
     n, m, alpha, rule = scores.plan.n, scores.plan.m, scores.alpha, scores.rule
-    readers: list[Reader]
     if task.reduce == "softplus":
-        readers = [SoftplusReader(rule, alpha.new_zeros(n), alpha.new_zeros(m) if task.cols else None)]
-    else:
-        row = Sums(n, alpha, _limit(levels.row, alpha, task)) if task.rows else None
-        col = Sums(m, alpha, _limit(levels.col, alpha, task)) if task.cols else None
-        readers = [LseReader(rule, row, col)]
-    if task.ranks:
-        assert levels.row is not None
-        readers.append(
-            RankReader(Higher(levels.row), None if levels.col is None or not task.cols else Higher(levels.col))
-        )
-    return readers
+        return SoftplusReader(rule, alpha.new_zeros(n), alpha.new_zeros(m) if task.cols else None)
+    row = Sums(n, alpha, _limit(levels.row, task)) if task.rows else None
+    col = Sums(m, alpha, _limit(levels.col, task)) if task.cols else None
+    return LseReader(rule, row, col, scores.score_)
 
 
-def _limit(level: Tensor | None, alpha: Tensor, task: Task) -> Tensor | None:
-    return level - alpha * task.margin if level is not None and task.filters else None
+def _rank_reader(task: Task, levels: Levels) -> RankReader | None:
+    if not task.ranks:
+        return None
+    assert levels.row is not None
+    row = Beaten(levels.row, ties=task.ties)
+    return RankReader(row, None if levels.col is None or not task.cols else Beaten(levels.col, ties=task.ties))
 
 
-def positives(scores: Scores, pos: Tensor) -> None:
-    """Write each row's positive score to `pos`, by computing the tiles that hold one: to the last bit as `forward`."""
+def _limit(level: Tensor | None, task: Task) -> Tensor | None:
+    return level - task.margin if level is not None and task.filters else None
+
+
+def positives(scores: Scores, level: Tensor) -> None:
+    """Write the product of each row with its positive, by computing the tiles that hold one: as `forward` will."""
     plan = scores.plan
-    ws = Workspace(plan, scores.q, scores.key, tiles=1)
+    ws = Workspace(plan, scores.q, scores.key, tiles=2)
     for block, tiles in plan.blocks():
-        q_RD = ws.query(scores.q, block, scores.alpha)
+        q_RD = ws.query(scores.q, block, scores.on_queries)
         for tile in tiles:
             s_RC = ws.tile(0, tile)
             if any(True for _ in scores.rule.places(s_RC, tile)):
-                scores.compute(q_RD, ws.key(scores.key, tile.cols), s_RC)
-                _read_positives(s_RC, tile, scores.rule, pos)
+                scores.products(q_RD, ws.key(scores.key, tile.cols), tile, s_RC, ws.tile(1, tile))
+                _read_positives(s_RC, tile, scores.rule, level)
 
 
 def _read_positives(s_RC: Tensor, tile: Tile, rule: PairRule, pos: Tensor) -> None:
@@ -109,7 +118,8 @@ def backward(scores: Scores, task: Task, given: Given, into: Gradients) -> None:
     bias = scores.bias if keep_scores else None  # it would round the scores: they are kept without it
     ws = Workspace(plan, scores.q, scores.key, tiles=3 if keep_scores else 2)
     for block, tiles in plan.blocks() if plan.m else ():
-        q_RD = ws.query(scores.q, block, alpha)
+        plain_RD = ws.query(scores.q, block, scores.on_queries)
+        q_RD = plain_RD if scores.folded else ws.scaled_query(scores.q, block, alpha)
         dq_RD = ws.query_grad(block)
         for number, tile in enumerate(tiles):
             # On the diagonal of symmetric scores a tile is its own transpose: with the weights of both sides one
@@ -122,7 +132,9 @@ def backward(scores: Scores, task: Task, given: Given, into: Gradients) -> None:
             s_RC = scores.cached(tile) if bias is None else None
             if s_RC is None:
                 s_RC = ws.tile(2, tile) if keep_scores else g_RC
-                (scores if bias is None else scores._replace(bias=None)).compute(q_RD, k_CD, s_RC)
+                scores.products(plain_RD, k_CD, tile, s_RC, spare_RC)
+                if not task.filters:
+                    scores.score_(s_RC, bias=bias is None)
                 rule.exclude_(s_RC, tile)
             weights.weigh(s_RC if bias is None else torch.add(s_RC, bias, out=g_RC), g_RC, spare_RC, tile)
             # Places first and gradients second: two queries that are each other's positive share a place.
@@ -148,7 +160,7 @@ def backward(scores: Scores, task: Task, given: Given, into: Gradients) -> None:
                     assert bias is None
                     for at in rule.places(spare_RC, tile):
                         at.put_(pos[at.rows])
-                dalpha += spare_RC.mul_(g_RC).sum() / alpha
+                dalpha += spare_RC.mul_(g_RC).sum() / (scores.on_queries if task.filters else alpha)
         if dalpha is not None and not keep_scores:
             dalpha += torch.dot(q_RD.flatten(), dq_RD.flatten()) / alpha
         if dq is not None and once:
@@ -163,7 +175,8 @@ def _weights(scores: Scores, task: Task, given: Given) -> Weights:
         row = alpha.new_zeros(scores.plan.n) if given.row is None else given.row.grad
         return SoftplusWeights(row, None if given.col is None else given.col.grad, labels=labels, pos=pos)
     sides = (None if side is None else _direction(side, scores, task) for side in (given.row, given.col))
-    return LseWeights(*sides, labels=labels, pos=pos, mirrored=scores.k is None)
+    factor = alpha.abs() if task.filters else None
+    return LseWeights(*sides, labels=labels, pos=pos, mirrored=scores.k is None, factor=factor)
 
 
 def _direction(side: Side, scores: Scores, task: Task) -> Direction:
@@ -172,7 +185,7 @@ def _direction(side: Side, scores: Scores, task: Task) -> Direction:
     # Where pairs are left out, a row may have lost them all: a finite floor stands for its -inf.
     if task.exclude_self or task.filters or scores.rule.query_ids is not None:
         lse = lse.clamp(min=lowest(lse.dtype))
-    return Direction(lse, side.grad, _limit(side.level, scores.alpha, task))
+    return Direction(lse, side.grad, _limit(side.level, task))
 
 
 class Workspace:
@@ -182,7 +195,9 @@ class Workspace:
         dtype = accumulation_dtype(q.dtype)
         self._tiles = [torch.empty(plan.rows * plan.cols, dtype=dtype, device=q.device) for _ in range(tiles)]
         self._query = torch.empty(plan.rows, plan.d, dtype=dtype, device=q.device)
+        self._scaled_query: Tensor | None = None
         self._query_grad: Tensor | None = None
+        self._plan = plan
         self._views: dict[int, Tensor] = {}
         as_is = k.dtype == dtype and k.stride(1) == 1 and k.stride(0) >= k.shape[1]
         self._key = None if as_is else torch.empty(plan.cols, plan.d, dtype=dtype, device=k.device)
@@ -190,14 +205,19 @@ class Workspace:
     def tile(self, index: int, tile: Tile) -> Tensor:
         view = self._views.get(index)
         if view is None or view.shape != tile.shape:  # most tiles have the shape of the one before
-            view = self._views[index] = part(self._tiles[index], slice(0, tile.end - tile.offset)).view(tile.shape)
+            memory = part(self._tiles[index], slice(0, tile.end - tile.offset))
+            view = self._views[index] = as_tile(memory, tile, self._plan)
         return view
 
-    def query(self, q: Tensor, rows: slice, alpha: Tensor) -> Tensor:
-        """A block of queries in the accumulation dtype, alpha folded in."""
-        block = part(q, rows)
-        out = part(self._query, slice(0, len(block)))
-        return torch.mul(block, alpha, out=out) if block.dtype == out.dtype else out.copy_(block).mul_(alpha)
+    def query(self, q: Tensor, rows: slice, factor: Tensor) -> Tensor:
+        """A block of queries in the accumulation dtype, times a factor."""
+        return _times(part(q, rows), factor, self._query)
+
+    def scaled_query(self, q: Tensor, rows: slice, alpha: Tensor) -> Tensor:
+        """The same beside it, with another factor."""
+        if self._scaled_query is None:
+            self._scaled_query = torch.empty_like(self._query)
+        return _times(part(q, rows), alpha, self._scaled_query)
 
     def query_grad(self, rows: slice) -> Tensor:
         """Room for the gradient of a block of queries."""
@@ -209,3 +229,8 @@ class Workspace:
         """A block of keys that BLAS takes: a view of the keys if their layout allows, else a copy of the block."""
         block = part(k, cols)
         return block if self._key is None else self._key[: len(block)].copy_(block)
+
+
+def _times(block: Tensor, factor: Tensor, buffer: Tensor) -> Tensor:
+    out = part(buffer, slice(0, len(block)))
+    return torch.mul(block, factor, out=out) if block.dtype == out.dtype else out.copy_(block).mul_(factor)
