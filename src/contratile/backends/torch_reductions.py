@@ -341,9 +341,10 @@ class RankReader:
         """`s_RC` holds products."""
         for dim, side, index in sides_of(tile, self.row, self.col):
             level = part(side.level, index).unsqueeze(dim)
-            side.higher[index] += (s_RC > level).sum(dim)
+            # As floats of 0 and 1: a sum of booleans takes six times as long.
+            part(side.higher, index).add_(torch.gt(s_RC, level, out=spare_RC).sum(dim))
             if side.equal is not None:
-                side.equal[index] += (s_RC == level).sum(dim)
+                part(side.equal, index).add_(torch.eq(s_RC, level, out=spare_RC).sum(dim))
 
     def parts(self) -> tuple[Tensors, Tensors]:
         return self.row.counts, () if self.col is None else self.col.counts
