@@ -104,17 +104,8 @@ class Places(NamedTuple):
         found = self.tile.gather(1, self.column).squeeze(1)
         return found if self.inside is None or otherwise is None else torch.where(self.inside, found, otherwise)
 
-    def put_(self, values: Tensor, *, spare_excluded: bool = False) -> None:
-        """Write one value per query; weights of excluded pairs, which are 0, can be left as they are."""
-        if spare_excluded or self.inside is not None:
-            present = self.tile.gather(1, self.column).squeeze(1)
-            if spare_excluded:
-                values = torch.where(present != 0, values, present)
-            if self.inside is not None:
-                values = torch.where(self.inside, values, present)
+    def put_(self, values: Tensor) -> None:
+        """Write one value per query."""
+        if self.inside is not None:
+            values = torch.where(self.inside, values, self.tile.gather(1, self.column).squeeze(1))
         self.tile.scatter_(1, self.column, values.unsqueeze(1))
-
-    def add_(self, values: Tensor) -> None:
-        """Add one value per query."""
-        values = values if self.inside is None else torch.where(self.inside, values, 0)
-        self.tile.scatter_add_(1, self.column, values.unsqueeze(1))

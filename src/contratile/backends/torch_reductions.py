@@ -39,7 +39,8 @@ class Weights(Protocol):
         """Write g, which may be s itself."""
 
     def positive(self, rows: slice, *, both: bool) -> Tensor:
-        """g at the positives of some rows, exactly; `both` says that the tile counts for its columns too."""
+        """g at the positives of some rows, exactly, with the gradient of the positives' own scores; `both` says that
+        the tile counts for its columns too."""
 
 
 Tensors = tuple[Tensor, ...]
@@ -215,7 +216,8 @@ class LseWeights:
     """g = sum over sides of grad * exp2(s - lse2).
 
     Late in training exp2(s - lse2) of a positive is 1 and cancels against the positive's own gradient to almost
-    nothing. So positives are weighed one by one: a shared exp2 rounds twice, which would be all that is left.
+    nothing. So positives are weighed one by one: a shared exp2 rounds twice, which would be all that is left. A row's
+    two terms are added before the column's, so that what cancels is 0 to the last bit.
     """
 
     def __init__(
@@ -225,20 +227,32 @@ class LseWeights:
         *,
         labels: Tensor | None,
         pos: Tensor | None,
+        pos_grad: Tensor | None,
         mirrored: bool,
+        exclude_self: bool = False,
         factor: Tensor | None = None,
     ) -> None:
-        """`labels` and `pos` lead to the rows' positives. `mirrored`: symmetric scores, rows are columns too. Where
-        sides have limits, tiles come as products, and `factor` times them are the scores."""
+        """`labels` and `pos` lead to the rows' positives, whose scores have the gradient `pos_grad`. `mirrored`:
+        symmetric scores, rows are columns too. Where sides have limits, tiles come as products, and `factor` times them
+        are the scores."""
         self.row, self.col, self.factor = row, col, factor
-        if labels is not None and pos is not None:
-            self._own = torch.zeros_like(pos) if row is None else row.grad * (pos - row.lse2).exp2_()
-            other = row if mirrored else col
-            self._both = self._own
-            if other is not None:
-                self._both = torch.addcmul(
-                    self._own, take(other.grad, labels), (pos - take(other.lse2, labels)).exp2_()
-                )
+        if labels is None or pos is None:
+            return
+        extra = torch.zeros_like(pos) if pos_grad is None else pos_grad
+        own = torch.zeros_like(pos) if row is None else row.grad * (pos - row.lse2).exp2_()
+        other, back = row if mirrored else col, torch.zeros_like(pos)
+        if other is not None:
+            back = take(other.grad, labels) * (pos - take(other.lse2, labels)).exp2_()
+        if mirrored:  # two rows that are each other's positive share a place
+            at = torch.arange(len(labels), device=labels.device)
+            back += torch.where(take(labels, labels) == at, take(extra, labels), 0)
+            self._both = (own + extra) + back
+            if exclude_self:  # a row that is its own positive has no other gradient there
+                alone = labels == at
+                own, self._both = own.masked_fill(alone, 0), torch.where(alone, 2 * extra, self._both)
+        else:
+            self._both = (own + back) + extra
+        self._own = own + extra
 
     def positive(self, rows: slice, *, both: bool) -> Tensor:
         return part(self._both if both else self._own, rows)
@@ -299,11 +313,15 @@ def _softplus(x: Tensor, out: Tensor) -> Tensor:
 class SoftplusWeights:
     """g = (row.grad + col.grad) * sigmoid(s), and with both signs turned at positives."""
 
-    def __init__(self, row: Tensor, col: Tensor | None, *, labels: Tensor | None, pos: Tensor | None) -> None:
+    def __init__(
+        self, row: Tensor, col: Tensor | None, *, labels: Tensor | None, pos: Tensor | None, pos_grad: Tensor | None
+    ) -> None:
         """The gradients of the sums; `labels` and `pos` lead to the rows' positives."""
         self.row, self.col = row, col
         if labels is not None and pos is not None:
             self._own = (-pos).sigmoid_().mul_(row if col is None else row + take(col, labels)).neg_()
+            if pos_grad is not None:
+                self._own += pos_grad
 
     def weigh(self, s_RC: Tensor, g_RC: Tensor, spare_RC: Tensor, tile: Tile) -> None:
         grad = part(self.row, tile.rows).unsqueeze(1)

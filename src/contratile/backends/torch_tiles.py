@@ -110,7 +110,7 @@ def backward(scores: Scores, task: Task, given: Given, into: Gradients) -> None:
     """
     plan, rule, alpha = scores.plan, scores.rule, scores.alpha
     dq, dk, dalpha, dbias, once = into
-    pos, pos_grad = given.pos, given.pos_grad
+    pos = given.pos
     weights = _weights(scores, task, given)
     assert dk is None or dk.dtype == alpha.dtype, "key gradients accumulate over row blocks, in full precision"
     # sum(g * s) = <alpha q, g k>, so a query gradient gives dalpha at no cost; without one the scores must be kept.
@@ -137,14 +137,8 @@ def backward(scores: Scores, task: Task, given: Given, into: Gradients) -> None:
                     scores.score_(s_RC, bias=bias is None)
                 rule.exclude_(s_RC, tile)
             weights.weigh(s_RC if bias is None else torch.add(s_RC, bias, out=g_RC), g_RC, spare_RC, tile)
-            # Places first and gradients second: two queries that are each other's positive share a place.
-            places = list(rule.places(g_RC, tile))
-            for at in places:
-                own = weights.positive(at.rows, both=scores.k is not None or tile.mirrored)
-                at.put_(own, spare_excluded=rule.exclude_self)
-            if pos_grad is not None:
-                for at in places:
-                    at.add_(part(pos_grad, at.rows))
+            for at in rule.places(g_RC, tile):
+                at.put_(weights.positive(at.rows, both=scores.k is not None or tile.mirrored))
             if dq is not None:
                 dq_RD.addmm_(g_RC, k_CD, beta=min(number, 1))  # the first product writes, the others add
             if dk is not None and not twice:
@@ -170,13 +164,15 @@ def backward(scores: Scores, task: Task, given: Given, into: Gradients) -> None:
 
 
 def _weights(scores: Scores, task: Task, given: Given) -> Weights:
-    alpha, labels, pos = scores.alpha, scores.rule.labels, given.pos
+    alpha = scores.alpha
+    positives = {"labels": scores.rule.labels, "pos": given.pos, "pos_grad": given.pos_grad}
     if task.reduce == "softplus":
         row = alpha.new_zeros(scores.plan.n) if given.row is None else given.row.grad
-        return SoftplusWeights(row, None if given.col is None else given.col.grad, labels=labels, pos=pos)
+        return SoftplusWeights(row, None if given.col is None else given.col.grad, **positives)
     sides = (None if side is None else _direction(side, scores, task) for side in (given.row, given.col))
     factor = alpha.abs() if task.filters else None
-    return LseWeights(*sides, labels=labels, pos=pos, mirrored=scores.k is None, factor=factor)
+    rule = {"mirrored": scores.k is None, "exclude_self": scores.rule.exclude_self}
+    return LseWeights(*sides, **positives, **rule, factor=factor)
 
 
 def _direction(side: Side, scores: Scores, task: Task) -> Direction:
