@@ -75,7 +75,7 @@ def test_positives(n: int, m: int, tile: int) -> None:
     for piece in plan_tiles(n, m, 1, tile=tile).tiles():
         for place in rule.places(found[piece.rows, piece.cols], piece):
             check_place(place, piece)
-            place.add_(torch.ones(piece.shape[0], dtype=torch.int))
+            place.put_(place.get() + 1)
     expected = torch.zeros(n, m, dtype=torch.int).scatter_(1, labels.unsqueeze(1), 1)
     assert torch.equal(found, expected)
     assert torch.equal(labels, before)

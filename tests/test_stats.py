@@ -116,3 +116,29 @@ def test_nan_is_passed_on() -> None:
     stats.merge_(torch.tensor([torch.nan, 0.0]), torch.tensor([torch.nan, 1.0]))
     stats.merge_(torch.tensor([5.0, 5.0]), torch.ones(2))
     assert stats.lse2().isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_slack_gives_back_what_rounding_took(dtype: torch.dtype) -> None:
+    """Four equal logits near 1e6 in fp32: of log2(4) = 2 steps of 0.06 are left, yet the weights must be 1/4."""
+    logits = torch.tensor([[1e6, 0.3, -55.0, 1e9]], dtype=dtype).expand(4, 4) + 1 / 3
+    stats = empty(4, dtype)
+    for row in logits:
+        stats.merge_(row.clone(), torch.ones(4, dtype=dtype))
+    lse2, slack = stats.finish()
+    weights = (logits - lse2).exp2() * slack
+    assert torch.allclose(weights, torch.full_like(weights, 0.25), rtol=4 * torch.finfo(dtype).eps)
+    above = (lse2 - logits[0]) - slack.log2()
+    assert torch.allclose(above, torch.full_like(above, 2.0), rtol=8 * torch.finfo(dtype).eps)
+
+
+def test_a_sum_of_one_term_is_the_term() -> None:
+    logits = torch.linspace(-40, 40, 160)
+    stats = Stats(torch.zeros(160), logits.exp2())
+    lse2, slack = stats.finish(logits)
+    assert torch.equal(lse2, logits) and torch.equal(slack, torch.ones(160))
+    assert not torch.equal(stats.lse2(), logits)  # rounding alone would not give it
+    more = Stats(torch.zeros(160), 3 * logits.exp2())
+    assert (more.finish(logits)[0] > logits).all()
+    nothing = empty(3, torch.float32).finish(torch.full((3,), -torch.inf))
+    assert nothing[0].tolist() == [-torch.inf] * 3 and nothing[1].tolist() == [1.0] * 3

@@ -170,9 +170,10 @@ def _may_look(x: Tensor) -> bool:
 
 
 class Tally(NamedTuple):
-    """What a source of keys gives to queries: log-sum-exps, sums and numbers of scores, numbers above the positive."""
+    """What a source of keys gives to queries: log-sum-exps minus the positive, sums and numbers of scores, numbers of
+    those above the positive. Late in training log-sum-exp and positive are almost equal; their difference is exact."""
 
-    lse: Tensor
+    above: Tensor
     total: Tensor | None
     number: Tensor | None
     higher: Tensor | None
@@ -180,7 +181,7 @@ class Tally(NamedTuple):
     def join(self, other: Tally, unit: float) -> Tally:
         add = torch.logaddexp if unit == 1 else torch.logaddexp2
         sums = (None if a is None or b is None else a + b for a, b in zip(self[1:], other[1:], strict=True))
-        return Tally(add(self.lse, other.lse), *sums)
+        return Tally(add(self.above, other.above), *sums)
 
 
 class Losses(NamedTuple):
@@ -206,14 +207,13 @@ def cross_entropies(
     rows = _tally("row", results, spared, pos)
     level = results.get("level")
     if engine.extra is not None and any(engine.extra.sizes):
-        rows = rows.join(_extra(query, scale, level, options, engine, task, sums), unit)
+        rows = rows.join(_extra(query, scale, pos, level, options, engine, task, sums), unit)
     elif options.extra_keys is not None:  # of no rows: they stay in the graph
-        rows = rows._replace(lse=rows.lse + options.extra_keys.to(rows.lse.dtype).sum())
+        rows = rows._replace(above=rows.above + options.extra_keys.to(pos.dtype).sum())
     if options.hard_negatives is not None:
-        rows = rows.join(_hard(query, scale, level, options, unit, sums), unit)
+        rows = rows.join(_hard(query, scale, pos, level, options, unit, sums), unit)
     columns = _tally("col", results, spared, pos) if cols else None
     e = options.label_smoothing
-    # Each side less the positive first: near the end of training both are almost equal, and the difference is exact.
     losses = _loss(rows, pos, e) if columns is None else _loss(rows, pos, e) + _loss(columns, pos, e)
     return Losses(losses, unit, batch_stats(rows, columns, pos, unit, engine) if options.return_stats else None)
 
@@ -244,18 +244,30 @@ def as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
     return torch.scalar_tensor(value, dtype=dtype, device=like.device)
 
 
-def _tally(side: str, results: Results, spared: Tensor | None, pos: Tensor | None) -> Tally:
-    """One side of the primitive's results. Sums over keys of another id lack positives of the same: the `spared`."""
-    lse, total, count, higher = (results.get(f"{side}{part}") for part in ("", "_sums", "_counts", "_higher"))
-    assert lse is not None
-    if total is not None and count is not None and spared is not None and pos is not None:
+def _tally(side: str, results: Results, spared: Tensor | None, pos: Tensor, *, own: bool = True) -> Tally:
+    """One side of the primitive's results. Sums over keys of another id lack positives of the same: the `spared`. The
+    positives are among the keys unless `own` is False."""
+    total, count, higher = (results.get(f"{side}{part}") for part in ("_sums", "_counts", "_higher"))
+    if total is not None and count is not None and spared is not None:
         total, count = total + torch.where(spared, pos, 0), count + spared
-    return Tally(lse, total, count, higher)
+    return Tally(lse_above(pos, results, side, floor=own), total, count, higher)
+
+
+def lse_above(level: Tensor, results: Results, side: str = "row", *, floor: bool = True) -> Tensor:
+    """The log-sum-exp minus a level close to it, with the digits that the log-sum-exp alone has no room for.
+
+    `floor`: the level is a term of the sum, or a mean of such, and so never above the log-sum-exp.
+    """
+    slack = results.get(f"{side}_slack")
+    above = results[side] - level
+    above = above if slack is None else above - slack.log2()
+    return lifted(above) if floor else above
 
 
 def _extra(
     query: Tensor,
     scale: Tensor | float,
+    pos: Tensor,
     level: Tensor | None,
     options: Options,
     engine: Engine,
@@ -270,11 +282,17 @@ def _extra(
     left = engine.cache_bytes - _shared_cache(engine).cache_bytes
     task, engine = task._replace(cols=False), engine._replace(ring=engine.extra, cache_bytes=left)
     results, _ = pair_stats(*(sums_over(x, task) if sums else (x, task)), engine)
-    return _tally("row", results, None, None)
+    return _tally("row", results, None, pos, own=False)
 
 
 def _hard(
-    query: Tensor, scale: Tensor | float, level: Tensor | None, options: Options, unit: float, sums: bool
+    query: Tensor,
+    scale: Tensor | float,
+    pos: Tensor,
+    level: Tensor | None,
+    options: Options,
+    unit: float,
+    sums: bool,
 ) -> Tally:
     """`level` are the positives' products, with which products are compared."""
     assert options.hard_negatives is not None
@@ -292,7 +310,8 @@ def _hard(
             counts = counts & (rising <= level.unsqueeze(1) - options.margin)
     # A finite floor, not -inf: a query whose every negative is masked has a gradient of 0 here, not NaN.
     floor = torch.finfo(scores.dtype).min / 2
-    return Tally((torch.where(counts, scores, floor) * unit).logsumexp(1) / unit, total, count, higher)
+    above = torch.where(counts, scores - pos.unsqueeze(1), floor)
+    return Tally((above * unit).logsumexp(1) / unit, total, count, higher)
 
 
 def class_losses(x: Inputs, engine: Engine, *, exclude_self: bool) -> tuple[Tensor, Tensor]:
@@ -300,19 +319,19 @@ def class_losses(x: Inputs, engine: Engine, *, exclude_self: bool) -> tuple[Tens
     the loss is 0."""
     results, unit = pair_stats(x, Task(cols=False, exclude_self=exclude_self), engine)
     total, count = results["row_sums"], results["row_counts"]
-    return lifted(torch.where(count > 0, results["row"] - total / count.clamp(min=1), 0) * unit), count
+    return torch.where(count > 0, lse_above(total / count.clamp(min=1), results), 0) * unit, count
 
 
 def lifted(losses: Tensor) -> Tensor:
-    """A mean is never above the log-sum-exp. Where rounding says otherwise the value is lifted; the gradient stays."""
+    """Losses that are never negative. Where rounding says otherwise the value is lifted; the gradient stays."""
     return losses - losses.detach().clamp(max=0)
 
 
 def _loss(side: Tally, pos: Tensor, e: float) -> Tensor:
     if e == 0:
-        return side.lse - pos
+        return side.above
     assert side.total is not None and side.number is not None
-    return lifted(side.lse - (1 - e) * pos - e * side.total / side.number)
+    return lifted(side.above + e * (pos - side.total / side.number))
 
 
 def batch_stats(rows: Tally, cols: Tally | None, pos: Tensor, unit: float, engine: Engine) -> BatchStats:

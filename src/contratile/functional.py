@@ -50,6 +50,7 @@ from contratile.contrast import (
     batch_stats,
     class_losses,
     cross_entropies,
+    lse_above,
     sums_over,
 )
 from contratile.errors import (
@@ -321,10 +322,11 @@ def nt_xent(
     x = Inputs(z, None, 1 / as_tensor(temperature, z), labels=labels)
     task = Task(cols=False, exclude_self=True, ranks=return_stats)
     results, unit = pair_stats(*(sums_over(x, task) if return_stats else (x, task)), engine)
-    loss = _reduce(results["row"] - results["pos"], unit, reduction, engine.ring)
+    above = lse_above(results["pos"], results)
+    loss = _reduce(above, unit, reduction, engine.ring)
     if not return_stats:
         return loss
-    rows = Tally(results["row"], results["row_sums"], results["row_counts"], results["row_higher"])
+    rows = Tally(above, results["row_sums"], results["row_counts"], results["row_higher"])
     return loss, batch_stats(rows, None, results["pos"], unit, engine)
 
 

@@ -26,6 +26,8 @@ from contratile.stats import Stats
 from contratile.task import Inputs, Results, Task
 from contratile.tiles import TilePlan, plan_tiles
 
+SIDES = ("row", "col")
+
 
 def forward(ring: Ring, x: Inputs, task: Task) -> Results:
     """One trip round the ring. `cache`, if it was asked for, is empty where nothing fits into it."""
@@ -98,13 +100,14 @@ def backward(
     own_level = results.get("level", x.query_level)
     tiles = registry.choose(x, task)
     lse = task.reduce == "lse"
-    row = Side(results["row"] if lse else None, grads["row"], own_level) if "row" in grads else None
+    weighed = {side: grads[side] * results[f"{side}_slack"] if lse else grads[side] for side in SIDES if side in grads}
+    row = Side(results["row"] if lse else None, weighed["row"], own_level) if "row" in grads else None
     # Symmetric scores: a visitor's rows are this rank's columns.
     side = "row" if symmetric else "col"
     mine = {"key": x.query if x.key is None else x.key, "ids": x.key_ids}
     if side in grads:
         level = _by_key(own_level, x, otherwise=torch.inf) if own_level is not None and task.filters else None
-        mine |= {"lse": results[side] if lse else None, "grad": grads[side], "level": level}
+        mine |= {"lse": results[side] if lse else None, "grad": weighed[side], "level": level}
     sums_grad = grads.get("row_sums"), grads.get(f"{side}_sums")
     if any(grad is not None for grad in sums_grad):
         mine |= {"classes": x.key_classes, "sums_grad": sums_grad[1]}
@@ -200,9 +203,10 @@ def _named(side: str, parts: Tensors, x: Inputs, task: Task, term: Tensor | None
     """The complete parts of one side as results, in the order in which they were gathered."""
     if not parts:
         return {}
-    if task.reduce == "lse":
-        parts = (Stats(parts[0], parts[1]).lse2(term), *parts[2:])
     names = [side]
+    if task.reduce == "lse":
+        names.append(f"{side}_slack")
+        parts = (*Stats(parts[0], parts[1]).finish(term), *parts[2:])
     if task.ranks:
         names.append(f"{side}_higher")
     if task.ties:

@@ -56,14 +56,23 @@ class Stats(NamedTuple):
         self.total.mul_((self.level - top).exp2_()).addcmul_(total, (level - top).exp2_())
         self.level.copy_(top)
 
-    def lse2(self, term: Tensor | None = None) -> Tensor:
-        """log2 of the sum of exp2; -inf where nothing was merged.
+    def lse2(self) -> Tensor:
+        """log2 of the sum of exp2; -inf where nothing was merged."""
+        return self.total.log2() + self.level
+
+    def finish(self, term: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """lse2 and its slack, exp2(lse2) over the true sum.
+
+        The number next to a log-sum-exp of 1e6 is 0.06 away: rounding to it would change every weight exp2(s - lse2) by
+        4 %. The slack, about 1, makes up for it: weights are exp2(s - lse2) * slack, and lse2 - log2(slack) is the
+        log-sum-exp with more digits than a number has room for.
 
         `term` is one of the summed logits of each entry, or -inf: the result is never below it, and where nothing else
         was added it is the term itself, to the last bit.
         """
-        lse2 = self.total.log2() + self.level
-        if term is None:
-            return lse2
-        alone = self.total <= (term - self.level).exp2_()
-        return torch.where(alone, term, torch.maximum(lse2, term))
+        lse2 = self.lse2()
+        alone = self.total == 0
+        if term is not None:
+            alone |= self.total <= (term - self.level).exp2_()
+            lse2 = torch.where(alone, term, torch.maximum(lse2, term))
+        return lse2, (lse2 - self.level).exp2_().div_(self.total).masked_fill_(alone, 1)

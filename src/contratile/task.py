@@ -71,8 +71,8 @@ class Task(NamedTuple):
 
 
 Results = dict[str, Tensor]
-"""Those asked for: row, col, pos, level (the positives' products), and of either side its sums, counts, higher, equal;
-cache."""
+"""Those asked for: row, col, pos, level (the positives' products), cache, and of either side its slack (see `Stats`),
+sums, counts, higher, equal."""
 
 DIFFERENTIABLE = ("row", "col", "pos", "row_sums", "col_sums")
 
@@ -84,6 +84,8 @@ def result_shapes(x: Inputs, task: Task) -> dict[str, tuple[int, ...]]:
     for side, length, wanted in (("row", n, task.rows), ("col", m, task.cols)):
         if wanted:
             shapes[side] = (length,)
+            if task.reduce == "lse":
+                shapes[f"{side}_slack"] = (length,)
             if x.query_classes is not None:
                 shapes[f"{side}_sums"] = shapes[f"{side}_counts"] = (length,)
             if task.ranks:
