@@ -76,11 +76,9 @@ def test_statistics_of_whole_numbers(sign: int) -> None:
     q, k, extra, hard = codes(30, 6, seed=1), codes(30, 6, seed=2), codes(7, 6, seed=3), codes(30, 2, 6, seed=4)
     scores = sign * torch.cat([q @ k.T, q @ extra.T, torch.einsum("nd,nhd->nh", q, hard)], 1)
     ranks = 1 + (scores > scores.diagonal()[:30].unsqueeze(1)).sum(1)
-    negatives = {"extra_keys": extra.float(), "hard_negatives": hard.float()}
+    options: dict[str, Any] = {"extra_keys": extra.float(), "hard_negatives": hard.float(), "tile": 8}
     for backend in ("torch", "dense"):
-        _, stats = ct.info_nce(
-            q.float(), k.float(), sign * 14.3, return_stats=True, tile=8, backend=backend, **negatives
-        )
+        _, stats = ct.info_nce(q.float(), k.float(), sign * 14.3, return_stats=True, backend=backend, **options)
         assert stats.row_rank.item() == pytest.approx(ranks.double().mean().item(), rel=1e-6)
         assert stats.row_top1.item() == pytest.approx((ranks == 1).double().mean().item(), rel=1e-6)
 
@@ -113,6 +111,9 @@ def test_features_that_are_not_finite_have_no_metrics() -> None:
             assert len(found) == 10 and all(value != value for value in found.values())
             found = ct.zero_shot_metrics(image, text, torch.arange(8))
             assert len(found) == 2 and all(value != value for value in found.values())
+    huge = x * 1e30  # finite, but not their products
+    for options in ({}, {"pairs": torch.tensor([[0, 0], [1, 0], [1, 1]])}):
+        assert all(value != value for value in ct.retrieval_metrics(huge, huge, **options).values())  # type: ignore[arg-type]
 
 
 def test_equal_features_look_perfect_only_to_ties_first() -> None:

@@ -64,7 +64,7 @@ def retrieval_metrics(
     names = ("mean_rank", "median_rank", *(f"R@{k}" for k in ks))
     if not (_finite(image) and _finite(text)):
         return {f"{way}_{name}": float("nan") for way in ("image_to_text", "text_to_image") for name in names}
-    how = {"ties": ties, "backend": backend, "tile": tile}
+    how: dict[str, Any] = {"ties": ties, "backend": backend, "tile": tile}
     images, texts = pairs.unbind(1)
     if len(texts) == len(text) and bool((texts.bincount(minlength=len(text)) == 1).all()):
         of_text = torch.empty_like(texts).scatter_(0, texts, images)
@@ -75,7 +75,7 @@ def retrieval_metrics(
             _best_ranks(text, image, texts, images, how),
             _best_ranks(image, text, images, texts, how),
         )
-    metrics = {}
+    metrics: dict[str, float] = {}
     for way, ranks in (("image_to_text", image_ranks), ("text_to_image", text_ranks)):
         values = ranks.mean().item(), _median(ranks), *(_share(ranks, k) for k in ks)
         metrics |= {f"{way}_{name}": value for name, value in zip(names, values, strict=True)}
@@ -128,13 +128,13 @@ def _pairs(image: Tensor, text: Tensor, image_of_text: Tensor | None, pairs: Ten
         if image_of_text is not None:
             bad_value("pairs", expected="pairs= or image_of_text=", got="both", remedy="pairs= says everything.")
         if not isinstance(pairs, Tensor) or pairs.dim() != 2 or pairs.shape[1] != 2 or len(pairs) == 0:
-            got = list(pairs.shape) if isinstance(pairs, Tensor) else type(pairs).__name__
+            found = list(pairs.shape) if isinstance(pairs, Tensor) else type(pairs).__name__
             remedy = "Pass one (image row, text row) for each pair that belongs together."
-            bad_type("pairs", expected="a tensor of shape [P, 2]", got=got, remedy=remedy)
+            bad_type("pairs", expected="a tensor of shape [P, 2]", got=found, remedy=remedy)
         for name, column, features in (("pairs[:, 0]", pairs[:, 0], image), ("pairs[:, 1]", pairs[:, 1], text)):
             check_vector(name, column, length=len(pairs), device=image.device)
             check_labels(column, len(features))
-        return pairs.long().unique(dim=0)
+        return torch.unique(pairs.long(), dim=0)  # type: ignore[no-any-return]
     if image_of_text is None:
         if len(image) != len(text):
             remedy = "Pass image_of_text=, the index of each text's image."
@@ -172,7 +172,7 @@ def _best_ranks(query: Tensor, key: Tensor, queries: Tensor, keys: Tensor, how: 
     found = (level == best[queries]).cpu()
     # All pairs of a query that share the best level have the same rank.
     of_query = ranks.new_full((len(query),), torch.nan).scatter_(0, queries.cpu()[found], ranks[found])
-    return of_query[queries.cpu().unique()]
+    return of_query[torch.bincount(queries.cpu(), minlength=len(query)) > 0]
 
 
 def _counts(
@@ -196,12 +196,14 @@ def _rank(results: dict[str, Tensor], side: str, tied: Tensor) -> Tensor:
     tied + 1 of the others that score the same."""
     # Not every device has fp64.
     higher, tied = results[f"{side}_higher"].cpu().double(), tied.cpu().double()
+    if not _finite(results["row"]):  # products that overflow have no order
+        return higher * torch.nan
     equal = results.get(f"{side}_equal")
     return higher + 1 if equal is None else higher + 1 + (equal.cpu().double() - tied) / (tied + 1)
 
 
 def _share(ranks: Tensor, k: int) -> float:
-    return (ranks <= k).double().mean().item()
+    return torch.where(ranks.isnan(), ranks, (ranks <= k).double()).mean().item()
 
 
 def _median(ranks: Tensor) -> float:

@@ -167,12 +167,12 @@ def _weights(scores: Scores, task: Task, given: Given) -> Weights:
     alpha = scores.alpha
     positives = {"labels": scores.rule.labels, "pos": given.pos, "pos_grad": given.pos_grad}
     if task.reduce == "softplus":
-        row = alpha.new_zeros(scores.plan.n) if given.row is None else given.row.grad
-        return SoftplusWeights(row, None if given.col is None else given.col.grad, **positives)
-    sides = (None if side is None else _direction(side, scores, task) for side in (given.row, given.col))
+        sums = alpha.new_zeros(scores.plan.n) if given.row is None else given.row.grad
+        return SoftplusWeights(sums, None if given.col is None else given.col.grad, **positives)
     factor = alpha.abs() if task.filters else None
-    rule = {"mirrored": scores.k is None, "exclude_self": scores.rule.exclude_self}
-    return LseWeights(*sides, **positives, **rule, factor=factor)
+    row, col = (None if side is None else _direction(side, scores, task) for side in (given.row, given.col))
+    exclude_self = scores.rule.exclude_self
+    return LseWeights(row, col, **positives, mirrored=scores.k is None, exclude_self=exclude_self, factor=factor)
 
 
 def _direction(side: Side, scores: Scores, task: Task) -> Direction:
