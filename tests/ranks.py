@@ -61,7 +61,11 @@ def free_port() -> int:
 def _serve(rank: int, world: int, port: int, timeout: float, pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
+    # On a busy machine ranks start far apart: a short time-out begins when all are there.
+    patient, limit = (datetime.timedelta(seconds=seconds) for seconds in (120, timeout))
+    store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=patient)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    store.set_timeout(limit)
     while True:
         task = pipe.recv()
         if task is None:
