@@ -5,8 +5,8 @@
 
 After an opening quote the csv module reads on to whatever quote comes next, through thousands of rows if need be, and
 says nothing. So records of several lines are looked at again: a quote that is still open at the end of the file or at
-the module's limit, that is closed in the middle of a field, or that would enclose line after line of complete rows, is a
-mistake, and reading goes on in the line below it.
+the module's limit, that is closed in the middle of a field, or that would enclose line after line of complete rows, is
+a mistake, and reading goes on in the line below it.
 """
 
 import csv

@@ -5,8 +5,8 @@
     inputs = normalise(pixels)                             # float, as CLIP expects
 
 Pixels stay uint8 until they are used: a batch of 65,536 pictures of 224 x 224 takes 9.8 GB that way, 39 GB as floats.
-A file of 80 KB can hold a picture of 200 MB, so the loader decodes inside `fitting(224)`: each picture is cut and scaled
-as soon as it is decoded, and only one is ever held at its full size.
+A file of 80 KB can hold a picture of 200 MB, so the loader decodes inside `fitting(224)`: each picture is cut and
+scaled as soon as it is decoded, and only one is ever held at its full size.
 """
 
 import io

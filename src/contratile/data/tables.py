@@ -3,8 +3,8 @@
     Table(Path("pairs.csv"), "train")[0]      # columns image and caption, pictures relative to pairs.csv
 
 A line that cannot be read (too few fields, damaged JSON, another encoding, a quote that is not closed) is a broken
-sample; a table that cannot be read at all (no such column, no rows) is an error at once. All rows are kept in memory: tens of millions of pairs want
-Parquet or shards.
+sample; a table that cannot be read at all (no such column, no rows) is an error at once. All rows are kept in memory:
+tens of millions of pairs want Parquet or shards.
 """
 
 import codecs
