@@ -168,7 +168,7 @@ def test_no_path_and_no_caption_ends_a_run(tmp_path: Path) -> None:
     captions = [*("fine" for _ in range(7)), None, " "]
     datasets.Dataset.from_dict({"image": names, "caption": captions}).to_parquet(tmp_path / "t.parquet")
     for options in ({}, {"streaming": True}, {"root": tmp_path}):
-        source = open_hub(str(tmp_path / "t.parquet"), "train", test_share=None, **options)  # type: ignore[arg-type]
+        source = open_hub(str(tmp_path / "t.parquet"), "train", test_share=None, **options)
         counted: Counter[str] = Counter()
         (chunk,) = Loader.ordered(source, (texts, texts), chunk=9, broken=counted)
         assert chunk.right == ["fine"] and shade(chunk.left[0]) == 3 and counted.total() == 8

@@ -332,7 +332,7 @@ def test_a_pipe_among_shards_is_not_waited_for(tmp_path: Path) -> None:
 def test_windows_of_large_records_are_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = whole(make(tmp_path, 30))
     monkeypatch.setattr(shards, "WINDOW_BYTES", 500)  # some four records
-    records = list(source.records(**HERE))  # type: ignore[arg-type]
+    records = list(source.records(**HERE))
     mine = [number(source.sample(record)) for record, _ in records]
     assert sorted(mine) == list(range(30)) != mine
     assert all(abs(place - n) < 10 for place, n in enumerate(mine)), "nothing moves far"

@@ -156,7 +156,16 @@ def test_broken_rows_of_csv(tmp_path: Path) -> None:
         ('"two\nlines","open\n' + "c,fine\n" * 10, 3, 10),
         ('a,"two\nlines"\nb,"open\nc,fine\n', 4, 2),
     ],
-    ids=["limit", "end", "last line", "closed by the next", "closed by inches", "windows", "second field", "after text"],
+    ids=[
+        "limit",
+        "end",
+        "last line",
+        "closed by the next",
+        "closed by inches",
+        "windows",
+        "second field",
+        "after text",
+    ],
 )
 def test_an_open_quote_costs_its_own_row(tmp_path: Path, text: str, line: int, rows: int) -> None:
     """The csv module would take all that follows for one text, and say nothing."""
@@ -206,7 +215,9 @@ def test_a_head_that_cannot_be_read(tmp_path: Path) -> None:
     file = tmp_path / "t.csv"
     for head in ("x" * 140_000, 'query,"text'):
         file.write_text(f"{head},text\na,b\n")
-        with pytest.raises(ValueError, match=r"t.csv, line 1: expected the head of a table, got .*names of the columns"):
+        with pytest.raises(
+            ValueError, match=r"t.csv, line 1: expected the head of a table, got .*names of the columns"
+        ):
             table(file)
 
 

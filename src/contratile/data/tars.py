@@ -41,9 +41,9 @@ def grouped(stream: Readable, limits: Mapping[str, int]) -> Iterator[tuple[str, 
     """
     key: str | None = None
     files: dict[str, bytes] | str = {}
-    with tarfile.open(fileobj=_unpacked(stream), mode="r|", tarinfo=_Member) as tar:  # type: ignore[call-overload]
+    with tarfile.open(fileobj=_unpacked(stream), mode="r|", tarinfo=_Member) as tar:
         while (member := tar.next()) is not None:
-            tar.members = []  # else it keeps the headers of all
+            tar.members = []  # type: ignore[attr-defined]  # else it keeps the headers of all
             folder, slash, name = member.name.rpartition("/")
             stem, _, ending = name.partition(".")
             if not stem or not ending or not member.isreg() or _META.match(member.name):
