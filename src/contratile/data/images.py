@@ -5,7 +5,7 @@
     inputs = normalise(pixels)                             # float, as CLIP expects
 
 Pixels stay uint8 until they are used: a batch of 65,536 pictures of 224 x 224 takes 9.8 GB that way, 39 GB as floats.
-A file of 80 KB can hold a picture of 200 MB, so the loader decodes inside `fitting(224)`: each picture is cut and
+A file of 80 KB can hold a picture of 270 MB, so the loader decodes inside `fitting(224)`: each picture is cut and
 scaled as soon as it is decoded, and only one is ever held at its full size.
 """
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from contratile.data.sample import Broken
 
 MAX_PIXELS = 1 << 26
-"""Larger pictures are refused before they are decoded: 67 megapixels take 200 MB, a decompression bomb far more."""
+"""Larger pictures are refused before they are decoded: 67 megapixels take 270 MB, a decompression bomb far more."""
 
 MAX_BYTES = 1 << 28
 """Larger files are refused before they are read: some decoders take the whole file into memory."""
