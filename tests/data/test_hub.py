@@ -1,6 +1,9 @@
 """Hugging Face datasets, made and saved here: nothing is fetched."""
 
+import os
 import pickle
+import struct
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +132,46 @@ def test_text_pairs_and_lists_of_captions(tmp_path: Path) -> None:
     assert isinstance(source, HubTable) and source.kinds == ("text", "text") and source[0][:2] == ("a", "x")
     with pytest.raises(Broken, match="expected text, got list"):
         source[1]
+
+
+def rows_with_bad_bytes(folder: Path) -> Path:
+    """Three rows; the text of the second is not UTF-8, which only its reader notices."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    ends, text = struct.pack("<4i", 0, 4, 6, 10), b"fine\xff\xfegood"
+    texts = arrow.StringArray.from_buffers(3, arrow.py_buffer(ends), arrow.py_buffer(text))
+    parquet.write_table(arrow.table({"query": ["a", "b", "c"], "text": texts}), folder / "t.parquet")
+    return folder / "t.parquet"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_row_that_the_package_cannot_read(tmp_path: Path, streaming: bool) -> None:
+    file = rows_with_bad_bytes(tmp_path)
+    source = open_hub(str(file), "train", streaming=streaming, test_share=None)
+    counted: Counter[str] = Counter()
+    chunks = list(Loader.ordered(source, (texts, texts), chunk=2, broken=counted))
+    rights = [text for chunk in chunks for text in chunk.right]
+    if streaming:
+        assert rights == ["fine"] and counted == {"stream cannot be read on (UnicodeDecodeError)": 1}
+        assert list(source.texts()) == ["a", "fine"]
+    else:
+        assert rights == ["fine", "good"] and counted == {"row cannot be read (UnicodeDecodeError)": 1}
+        assert list(source.texts()) == ["a", "fine", "c", "good"]
+        splits = [open_hub(str(file), split, test_share=0.5) for split in ("train", "test")]
+        assert sum(len(part) for part in splits if isinstance(part, HubTable)) == 3
+
+
+def test_no_path_and_no_caption_ends_a_run(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(encoded(picture(3)))
+    (tmp_path / "loop.png").symlink_to("loop.png")
+    os.mkfifo(tmp_path / "pipe.png")
+    names = ["a.png", "x" * 300 + ".png", "nul\0.png", "loop.png", "pipe.png", "", None, "a.png", "a.png"]
+    captions = [*("fine" for _ in range(7)), None, " "]
+    datasets.Dataset.from_dict({"image": names, "caption": captions}).to_parquet(tmp_path / "t.parquet")
+    for options in ({}, {"streaming": True}, {"root": tmp_path}):
+        source = open_hub(str(tmp_path / "t.parquet"), "train", test_share=None, **options)
+        counted: Counter[str] = Counter()
+        (chunk,) = Loader.ordered(source, (texts, texts), chunk=9, broken=counted)
+        assert chunk.right == ["fine"] and shade(chunk.left[0]) == 3 and counted.total() == 8
 
 
 def test_errors_teach(tmp_path: Path) -> None:

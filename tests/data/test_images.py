@@ -1,6 +1,9 @@
 """Pictures: what is decoded, what is refused, and the pixels that come out."""
 
+import io
+import os
 import struct
+import sys
 import zlib
 from pathlib import Path
 
@@ -64,8 +67,42 @@ def test_damaged_pictures_are_broken(data: bytes, reason: str, tmp_path: Path) -
 def test_missing_file_and_folder(tmp_path: Path) -> None:
     with pytest.raises(Broken, match="a: no such file"):
         images.decode(tmp_path / "none.png", "a")
-    with pytest.raises(Broken, match="unreadable picture"):
+    with pytest.raises(Broken, match="not a file but a folder, a pipe or a device"):
         images.decode(tmp_path, "a")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes, devices and links of Unix")
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    pipe, loop, locked = tmp_path / "pipe.png", tmp_path / "loop.png", tmp_path / "locked.png"
+    os.mkfifo(pipe)
+    loop.symlink_to(loop)
+    locked.write_bytes(encoded(picture(1)))
+    locked.chmod(0)
+    no_file = "not a file but a folder, a pipe or a device"
+    reasons = {
+        pipe: no_file,
+        Path("/dev/zero"): no_file,
+        loop: "file cannot be opened (Too many levels of symbolic links)",
+        tmp_path / ("x" * 300): "file cannot be opened (File name too long)",
+        tmp_path / "pipe.png" / "below.png": "no such file",
+        tmp_path / "nul\0.png": "path with characters that no file name has",
+        tmp_path / "half\ud800.png": "path with characters that no file name has",
+    }
+    if os.geteuid():  # root may read everything
+        reasons[locked] = "file cannot be opened (Permission denied)"
+    for path, reason in reasons.items():
+        with pytest.raises(Broken) as caught:
+            images.decode(path, "a")
+        assert caught.value.reason == reason
+
+
+def test_large_files_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.png"
+    file.write_bytes(encoded(picture(1)))
+    assert images.decode(file, "a").size == (9, 7)
+    monkeypatch.setattr(images, "MAX_BYTES", 40)
+    with pytest.raises(Broken, match="file of more than 0 MiB"):
+        images.decode(file, "a")
 
 
 def test_transparent_parts_are_white() -> None:
@@ -75,6 +112,53 @@ def test_transparent_parts_are_white() -> None:
     palette.putpalette([9, 9, 9] * 256)
     palette.info["transparency"] = 0
     assert images.decode(palette, "a").getpixel((0, 0)) == (255, 255, 255)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_strips_of_transparent_pictures_make_the_whole(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = Image.fromarray(np.random.default_rng(1).integers(0, 255, (40, 30, 4), dtype=np.uint8)).convert(mode)
+    if mode == "P":
+        image.info["transparency"] = bytes(range(256))
+    whole = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA")).convert("RGB")
+    monkeypatch.setattr(images, "STRIP", 100)
+    assert images.decode(image, "a").tobytes() == whole.tobytes()
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "I;16"])
+@pytest.mark.parametrize("size", [(40, 40), (64, 40), (9, 200), (8, 8), (3, 5)])
+def test_pictures_are_cut_to_size_when_they_are_decoded(mode: str, size: tuple[int, int]) -> None:
+    """The result is that of `stack`, bit for bit."""
+    pixels = np.random.default_rng(0).integers(0, 255, (*size, 4), dtype=np.uint8)
+    image = Image.fromarray(pixels[..., 0].astype(np.uint16)) if mode == "I;16" else Image.fromarray(pixels)
+    data = encoded(image if mode == "I;16" else image.convert(mode))
+    whole = images.stack([images.decode(data, "a")], 8)
+    with images.fitting(8):
+        small = images.decode(data, "a")
+    assert small.size == (8, 8) and small.mode == "RGB" and torch.equal(images.Squares(8)([small]), whole)
+    assert images.decode(data, "a").size == size[::-1], "outside again as it is"
+
+
+def test_large_jpegs_are_decoded_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight times less on each side, with the same picture in the end; those of ordinary size are decoded whole."""
+    y, x = np.mgrid[0:1600, 0:2000] / 2000
+    waves = np.stack([np.sin(9 * x), np.cos(7 * y * x), np.sin(5 * x + 8 * y)], -1)
+    image = Image.fromarray((127 + 120 * waves).astype(np.uint8))
+    decoded: list[tuple[int, int]] = []
+    rgb = images._rgb
+
+    def noted(image: Image.Image) -> Image.Image:
+        decoded.append(image.size)
+        return rgb(image)
+
+    monkeypatch.setattr(images, "_rgb", noted)
+    for size, read in (((2000, 1600), (250, 200)), ((200, 160), (100, 80)), ((180, 140), (180, 140))):
+        file = io.BytesIO()
+        image.resize(size).save(file, "JPEG", quality=95)
+        whole = images.stack([images.decode(file.getvalue(), "a")], 24)
+        with images.fitting(24):
+            part = images.stack([images.decode(file.getvalue(), "a")], 24)
+        assert decoded[-2:] == [size, read]
+        assert (whole.int() - part.int()).abs().max() <= (4 if read != size else 0)
 
 
 def test_sixteen_bit_grey_keeps_its_shades() -> None:

@@ -3,6 +3,8 @@
 import json
 import pickle
 import threading
+import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain, count, islice
 from typing import Any
@@ -13,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contratile.data import Broken, Indexed, Loader, Stream
+from contratile.data.images import Squares, decode
 from contratile.data.loader import _ahead
-from contratile.data.sample import held_out
+from contratile.data.sample import Kinds, Sample, held_out
+from tests.data.files import encoded, picture
 from tests.data.sources import PREPARE, Numbers, River
 
 
@@ -252,6 +256,52 @@ def test_broken_limit(limit: float, bad: int, stops: bool) -> None:
     shown = f"at most {limit:.2%} broken" if 0 < limit < 1 else f"at most {limit} broken"
     assert text.startswith(f"samples of numbers: expected {shown}, got {bad} of 200 (")
     assert "x even, first number " in text and text.endswith("(--broken-limit, a share or a number).")
+
+
+class Album:
+    """Pictures that know how many of them there are at the moment."""
+
+    kinds: Kinds = ("image", "text")
+    name = "album"
+    most = 0
+
+    def __init__(self, form: str) -> None:
+        self.form = form
+        self.alive: set[int] = set()
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Sample:
+        image = decode(encoded(picture(index, (40, 40))), "a") if self.form == "decoded" else picture(index, (40, 40))
+        if image.width > 8:  # at its full size
+            self.alive.add(index)
+            self.most = max(self.most, len(self.alive))
+            weakref.finalize(image, self.alive.discard, index)
+        return Sample(image, f"{index}", f"{index}")
+
+    def texts(self) -> Iterator[str]:
+        return iter(())
+
+
+@pytest.mark.parametrize(("form", "most"), [("decoded", 0), ("of its own", 2)])
+def test_pictures_of_a_chunk_are_made_small_one_by_one(form: str, most: int) -> None:
+    """Small files can hold large pictures: 24 of them at their full size took 6.7 GB."""
+    source = Album(form)
+    (chunk,) = Loader.ordered(source, (Squares(8), len), chunk=12)
+    assert chunk.left.shape == (12, 3, 8, 8) and chunk.left[:, 0, 4, 4].tolist() == list(range(12))
+    assert source.most <= most
+
+
+def test_ordered_counts_what_it_leaves_out() -> None:
+    broken: Counter[str] = Counter()
+    source = Numbers(40, frozenset({1, 2, 9, 33}))
+    chunks = list(Loader.ordered(source, PREPARE, chunk=7, broken=broken, broken_limit=4))
+    assert broken == {"odd": 3, "even": 1}
+    assert [n for chunk in chunks for n in chunk.index.tolist()] == [n for n in range(40) if n not in source.broken]
+    assert all(chunk.left.tolist() == chunk.index.tolist() == [-int(text) for text in chunk.texts] for chunk in chunks)
+    with pytest.raises(ValueError, match="expected at most 3 broken, got 4 of 35"):
+        list(Loader.ordered(source, PREPARE, chunk=7, broken_limit=3))
 
 
 def test_broken_survives_pickling() -> None:

@@ -1,9 +1,13 @@
 """Shards: layout, order, cursors, and tars that are damaged or mean harm."""
 
+import bz2
 import gzip
 import json
+import lzma
+import os
 import pickle
 import tarfile
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contratile.data import Broken, DataConfig, Loader, Sample, open_source, shards
+from contratile.data.sample import MAX_TEXT
 from contratile.data.shards import Shards, expand
 from tests.data.files import encoded, picture, shade, shard_members, write_tar
 
@@ -217,6 +222,122 @@ def test_truncated_pictures_are_broken(tmp_path: Path) -> None:
     name = write_tar(tmp_path / "a.tar", [("0.png", torn), ("0.txt", b"torn"), *shard_members([1])])
     found = list(read(whole(name)))
     assert isinstance(found[0], Broken) and found[0].reason.startswith("truncated") and isinstance(found[1], Sample)
+
+
+def test_one_bad_sample_is_not_the_end_of_its_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is one whose files are too large: what a shard holds behind it is used."""
+    monkeypatch.setattr(shards, "MAX_PICTURE", 1000)
+    png = encoded(picture(1))
+    name = write_tar(
+        tmp_path / "a.tar",
+        [
+            *(("0.png", png), ("0.png", png), ("0.txt", b"twice")),
+            *(("1.png", png + b"\0" * 1000), ("1.txt", b"large picture")),
+            *(("2.png", png), ("2.txt", b"x" * (4 * MAX_TEXT + 1))),
+            *(("3.png", png), ("3.txt", b"x" * (MAX_TEXT + 1))),
+            *(("4.png", png), ("4.json", json.dumps({"caption": "x", "more": "x" * (1 << 20)}).encode())),
+            *(("5.png", png), ("5.txt", b"fine"), ("5.npy", b"\0" * 10_000), ("5.bin", b"\0"), ("5.bin", b"\0")),
+            *(("6.txt", b"no picture"), (".hidden", b"\0"), ("none", b"\0"), ("__meta__/x.txt", b"\0")),
+        ],
+    )
+    found = list(read(whole(name)))
+    assert [(x.key, x.right if isinstance(x, Sample) else x.reason) for x in found] == [
+        ("a.tar/0", "two files of one name in the tar"),
+        ("a.tar/1", "file of more than 0 KiB in the tar"),
+        ("a.tar/2", "file of more than 512 KiB in the tar"),
+        ("a.tar/3", "text of more than 131,072 characters"),
+        ("a.tar/4", "file of more than 1 MiB in the tar"),
+        ("a.tar/5", "fine"),
+        ("a.tar/6", "no file .png .jpg .jpeg .webp .gif .bmp .tif .tiff in the sample"),
+    ]
+    assert list(whole(name).texts()) == ["fine", "no picture"]
+
+
+def sparse(name: str, size: int, *, longer: bool = False) -> bytes:
+    """A header that claims a file of `size`, of which nothing is stored."""
+    member = tarfile.TarInfo(name)
+    member.type = tarfile.GNUTYPE_SPARSE
+    head = bytearray(member.tobuf(tarfile.GNU_FORMAT))
+    head[386:482] = b"\0" * 96
+    head[482] = longer
+    head[483:495] = b"%011o\0" % size
+    head[148:156] = b" " * 8
+    head[148:156] = b"%06o\0 " % sum(head)
+    return bytes(head)
+
+
+def padded(data: bytes) -> bytes:
+    return data + b"\0" * (-len(data) % 512)
+
+
+def small_and_huge(kind: str) -> bytes:
+    """A tar of a few KB that claims or unpacks to fifty million bytes: two good samples, a huge one, a good one."""
+    n, png = 50_000_000, encoded(picture(1))
+
+    def member(name: str, data: bytes, type: bytes = tarfile.REGTYPE) -> bytes:
+        facts = tarfile.TarInfo(name)
+        facts.size, facts.type = len(data), type
+        return facts.tobuf(tarfile.GNU_FORMAT) + padded(data)
+
+    good = [member(f"{i}.png", png) + member(f"{i}.txt", b"fine") for i in (0, 1, 3)]
+    if kind in ("sparse", "long sparse"):
+        huge = sparse("2.txt", n, longer=kind == "long sparse")
+    elif kind == "name":
+        huge = member("././@LongLink", b"x" * n, tarfile.GNUTYPE_LONGNAME) + member("2.txt", b"fine")
+    elif kind == "attributes":
+        huge = member("pax", b"%d comment=" % n + b"x" * (n - 18) + b"\n", tarfile.XHDTYPE) + member("2.txt", b"fine")
+    else:
+        huge = member("2.txt", b"x" * n)
+    return b"".join([*good[:2], huge, good[2], b"\0" * 1024])
+
+
+@pytest.mark.parametrize(
+    ("kind", "pack"),
+    [
+        *(("text", "gz"), ("text", "bz2"), ("text", "xz"), ("sparse", ""), ("sparse", "gz")),
+        *(("long sparse", ""), ("name", "gz"), ("attributes", "gz")),
+    ],
+)
+def test_small_tars_stay_small(tmp_path: Path, kind: str, pack: str) -> None:
+    """Whatever they claim or unpack to: the file is left out, counted, and never held in memory."""
+    packers = {"": bytes, "gz": lambda x: gzip.compress(x, 1), "bz2": lambda x: bz2.compress(x, 9), "xz": lzma.compress}
+    name = tmp_path / f"a.tar{'.' if pack else ''}{pack}"
+    name.write_bytes(packers[pack](small_and_huge(kind)))
+    assert name.stat().st_size < 1_000_000
+    tracemalloc.start()
+    found = [x.right if isinstance(x, Sample) else x.reason for x in read(whole(name))]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    if kind in ("text", "sparse"):
+        reason = "a sparse file in the tar" if kind == "sparse" else "file of more than 512 KiB in the tar"
+        assert found == ["fine", "fine", reason, "fine"]
+    else:
+        assert found == ["fine", "shard cannot be read to its end (ReadError)"]
+    assert peak < 20_000_000
+
+
+def test_a_pipe_among_shards_is_not_waited_for(tmp_path: Path) -> None:
+    write_tar(tmp_path / "0.tar", shard_members([0]))
+    os.mkfifo(tmp_path / "1.tar")
+    (tmp_path / "2.tar").mkdir()
+    (tmp_path / "3.tar").symlink_to("3.tar")
+    first, *others = read(whole(f"{tmp_path}/*.tar"))
+    assert isinstance(first, Sample)
+    assert [str(x) for x in others] == [
+        *(f"{i}.tar: not a file but a folder, a pipe or a device" for i in (1, 2)),
+        "3.tar: shard cannot be read to its end (OSError)",
+    ]
+
+
+def test_windows_of_large_records_are_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = whole(make(tmp_path, 30))
+    monkeypatch.setattr(shards, "WINDOW_BYTES", 500)  # some four records
+    records = list(source.records(**HERE))
+    mine = [number(source.sample(record)) for record, _ in records]
+    assert sorted(mine) == list(range(30)) != mine
+    assert all(abs(place - n) < 10 for place, n in enumerate(mine)), "nothing moves far"
+    for done in (1, 7, 29):
+        assert numbers(source, start=records[done - 1][1]) == mine[done:]
 
 
 # --- with the loader ----------------------------------------------------------------------------------------------

@@ -1,13 +1,18 @@
 """Tables: formats, columns, encodings, paths, broken rows."""
 
+import csv
 import json
+import math
+import os
 import pickle
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from contratile.data import Broken, DataConfig, Indexed, open_source
+from contratile.data import Broken, DataConfig, Indexed, Loader, open_source, tables
+from contratile.data.sample import MAX_TEXT
 from contratile.data.tables import Table
 from tests.data.files import encoded, picture, shade
 
@@ -139,13 +144,81 @@ def test_broken_rows_of_csv(tmp_path: Path) -> None:
     ]
 
 
-def test_an_open_quote_does_not_swallow_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "line", "rows"),
+    [
+        ('a,fine\nb,"open\n' + "c,fine\n" * 30_000, 3, 30_001),
+        ('a,fine\nb,"open\n' + "c,fine\n" * 10, 3, 11),
+        ('a,fine\nb,"open', 3, 1),
+        ('a,fine\nb,"open\n' + "c,fine\n" * 50 + 'd,"quoted, as it should be"\ne,fine\n', 3, 53),
+        ('a,fine\nb,"open\n' + "c,fine\n" * 50 + 'd,a screen of 24"\ne,fine\n', 3, 53),
+        ('a,fine\r\nb,"open\r\n' + "c,fine\r\n" * 50 + 'd,a screen of 24"\r\n', 3, 52),
+        ('"two\nlines","open\n' + "c,fine\n" * 10, 3, 10),
+        ('a,"two\nlines"\nb,"open\nc,fine\n', 4, 2),
+    ],
+    ids=[
+        "limit",
+        "end",
+        "last line",
+        "closed by the next",
+        "closed by inches",
+        "windows",
+        "second field",
+        "after text",
+    ],
+)
+def test_an_open_quote_costs_its_own_row(tmp_path: Path, text: str, line: int, rows: int) -> None:
+    """The csv module would take all that follows for one text, and say nothing."""
     file = tmp_path / "t.csv"
-    file.write_text('query,text\na,fine\nb,"open\n' + "c,fine\n" * 30_000)
-    source = table(file)
-    assert outcomes(source)[0] == "fine"
-    assert any("line cannot be read (field larger than field limit" in line for line in outcomes(source))
-    assert len(source) > 5_000
+    file.write_text("query,text\n" + text, newline="")
+    with pytest.warns(UserWarning, match=rf"^t.csv:{line}: a quote is opened here and not closed .* left out$"):
+        source = table(file)
+    found = outcomes(source)
+    assert [x for x in found if "quote is opened" in x] == [
+        f't.csv:{line}: a quote is opened here and not closed (leave it out, or write "")'
+    ]
+    assert len(found) == rows + 1 and not any("\nc" in x for x in found)
+
+
+def test_texts_of_several_lines_are_texts(tmp_path: Path) -> None:
+    file = tmp_path / "t.csv"
+    texts = [
+        "one\ntwo",
+        'she said "no", twice\nand "yes"',
+        "\n".join(f"verse {n}, and\nits answer" for n in range(50)),
+        "\n\n\n\n\n\n\n\n\n\n\n\nend",
+        "x" * 100_000 + "\n" + "y" * 30_000,
+    ]
+    with file.open("w", newline="") as opened:
+        csv.writer(opened).writerows([["query", "text"], *(["q", text] for text in texts), ["q", "last"]])
+    assert outcomes(table(file)) == [*(text.strip() for text in texts), "last"]
+    file.write_text('query,text\n"loose\nquote" ,fine\n"odd"ly,fine\n')
+    assert [table(file)[n].left for n in range(2)] == ["loose\nquote", "oddly"]
+
+
+def test_long_texts_and_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = "x" * (MAX_TEXT + 1)
+    lines = [{"query": "a", "text": long[1:]}, {"query": "b", "text": long}, {"query": long, "text": "c"}]
+    file = tmp_path / "t.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    assert outcomes(table(file))[1:] == [f"t.jsonl:{n}: text of more than 131,072 characters" for n in (2, 3)]
+    (tmp_path / "t.csv").write_text(f"query,text\na,b\nc,{long}\nd,{long[1:]}\ne,f\n")
+    first, broken, longest, last = outcomes(table(tmp_path / "t.csv"))
+    assert (first, longest, last) == ("b", long[1:], "f")
+    assert broken == "t.csv:3: line cannot be read (field larger than field limit (131072))"
+    monkeypatch.setattr(tables, "MAX_LINE", 50)
+    file.write_text('{"query": "a", "text": "b"}\n' + json.dumps(lines[0]) + '\n{"query": "c", "text": "d"}')
+    assert outcomes(table(file)) == ["b", "t.jsonl:2: line is not JSON", "d"]
+
+
+def test_a_head_that_cannot_be_read(tmp_path: Path) -> None:
+    file = tmp_path / "t.csv"
+    for head in ("x" * 140_000, 'query,"text'):
+        file.write_text(f"{head},text\na,b\n")
+        with pytest.raises(
+            ValueError, match=r"t.csv, line 1: expected the head of a table, got .*names of the columns"
+        ):
+            table(file)
 
 
 def test_broken_rows_of_json_lines(tmp_path: Path) -> None:
@@ -172,11 +245,41 @@ def test_broken_pictures(tmp_path: Path) -> None:
     assert [line.partition(": ")[2] for line in outcomes(table(file))[1:]] == [
         "no such file",
         "truncated picture (OSError)",
-        "no such file",
+        "not a file but a folder, a pipe or a device",
         "no such file",
         "an address instead of a file (fetch with img2dataset, then use its shards)",
-        "damaged or unreadable picture (ValueError)",
+        "path with characters that no file name has",
     ]
+
+
+@pytest.mark.parametrize("rooted", [False, True])
+def test_no_path_ends_a_run(tmp_path: Path, rooted: bool) -> None:
+    """Whatever stands in the column is a sample, or a broken one that the loader counts."""
+    inside = pictures(tmp_path / "in")
+    (inside / "loop.png").symlink_to("loop.png")
+    (inside / "ring").symlink_to("ring")
+    os.mkfifo(inside / "pipe.png")
+    names: list[Any] = [
+        *("x" * 300 + ".png", "x/" * 3000 + "y.png", "nul\0.png", "half\ud800.png", "loop.png", "ring/0.png"),
+        *("pipe.png", "/dev/zero", ".", "", " ", None, 3, 2.5, math.nan, True, ["0.png"], {"path": None}, {"bytes": 5}),
+    ]
+    file = tmp_path / "in" / "t.jsonl"
+    good = json.dumps({"path": "0.png", "text": "fine"})
+    file.write_text("\n".join([good, *(json.dumps({"path": name, "text": "x"}) for name in names), good]))
+    source = table(file, root=inside if rooted else None)
+    counted: Counter[str] = Counter()
+    chunks = list(Loader.ordered(source, (len, len), chunk=4, broken=counted, broken_limit=0.999))
+    assert [key for chunk in chunks for key in chunk.keys] == ["t.jsonl:1", f"t.jsonl:{len(names) + 2}"]
+    assert counted.total() == len(names) and not any("x" * 300 in reason for reason in counted)
+
+
+@pytest.mark.parametrize("caption", [None, math.nan, 3, True, [], [3], {"a": "b"}, "", " \n", "half\ud800"])
+def test_no_caption_ends_a_run(tmp_path: Path, caption: Any) -> None:
+    file = tmp_path / "t.jsonl"
+    file.write_text("\n".join(json.dumps({"query": "a", "text": text}) for text in ("first", caption, "last")))
+    first, broken, last = outcomes(table(file))
+    assert (first, last) == ("first", "last") and broken.startswith("t.jsonl:2: ")
+    assert list(table(file).texts()) == ["a", "first", "a", "a", "last"]
 
 
 def test_paths_may_not_leave_a_given_root(tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from PIL import Image, ImageColor
 from rich.console import Console
 
+from contratile.data.tables import Table
 from contratile.train.curves import curve, thinned, ticks
+from contratile.train.finish import picture
 from contratile.train.preview import preview, thumbnail
 from contratile.train.report import HIT, SheetRow, contact_sheet, fitted, png, wrapped, write_report
 from contratile.train.report import _font as font
@@ -84,6 +86,32 @@ def test_wrapped_lines_fit(text: str, width: int, lines: int) -> None:
     assert 1 <= len(found) <= lines and all(letters.getlength(line) <= width for line in found)
     if not any("…" in line for line in found):
         assert " ".join(found).split() == text.split()
+
+
+@pytest.mark.parametrize("text", ["x" * 20_000, "x " * 20_000, "\u0301" * 20_000, "word " * 9 + "x" * 20_000])
+def test_long_texts_are_cut_before_they_are_measured(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To take letters away one by one, and measure the rest each time, took minutes."""
+    letters, measured = font(12), []
+    length = letters.getlength
+
+    def noted(text: str) -> float:
+        measured.append(len(text))
+        return length(text)
+
+    monkeypatch.setattr(letters, "getlength", noted)
+    found = wrapped(text, letters, 96, lines=2)
+    assert found[-1].endswith("…") and all(length(line) <= 96 for line in found)
+    assert sum(measured) < 20_000
+
+
+def test_pictures_of_a_sheet_are_reduced_one_by_one(tmp_path: Path) -> None:
+    """64 of the largest would take 13 GB."""
+    image(shape=(1500, 700)).save(tmp_path / "large.png")
+    image(shape=(40, 30)).save(tmp_path / "small.png")
+    (tmp_path / "t.csv").write_text("path,text\nlarge.png,a\nsmall.png,b\n")
+    source = Table(tmp_path / "t.csv", "train", test_share=None)
+    assert picture(source, 0).size == (512, 239) and picture(source, 1).size == (40, 30)
+    assert fitted(picture(source, 0), 96).getpixel((48, 48)) == MAGENTA
 
 
 def test_images_of_all_kinds_are_shown() -> None:
@@ -286,6 +314,13 @@ def test_preview_without_colours_is_a_table() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert 'nearest to "arrow [bold]left"' in text and "caption 1 (its own)" in text and "0.900" in text
     assert "▀" not in text and "\x1b" not in text
+
+
+def test_preview_cuts_long_captions() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    preview(row(captions=["x" * 20_000] * 3), console)
+    told = console.file.getvalue()  # type: ignore[attr-defined]
+    assert told.count("…") == 3 and told.count("x") < 1300
 
 
 def test_preview_with_colours_shows_thumbnails() -> None:

@@ -32,6 +32,11 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--templates", type=Path, help="a file with one prompt per line, {} stands for the name")
     parser.add_argument("--limit", type=int, default=0, help="pairs at most (default: all)")
     parser.add_argument("--chunk", type=int, default=256, help="pairs that are encoded at once (default: 256)")
+    parser.add_argument(
+        "--broken-limit",
+        type=float,
+        help="stop when more samples than this are broken: a share below 1, else a number (default: the run's)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -54,7 +59,7 @@ def _evaluate(options: Any) -> None:
 
     from contratile.data.catalog import open_source
     from contratile.train.evaluate import TEMPLATES, best_device, chance, encode, labelled, retrieval, zero_shot
-    from contratile.train.finish import load_run
+    from contratile.train.finish import left_out, load_run
     from contratile.train.loop import check_kinds
     from contratile.train.words import table
 
@@ -71,16 +76,17 @@ def _evaluate(options: Any) -> None:
             source,
             chunk=options.chunk,
             limit=options.limit,
+            broken_limit=data.broken_limit,
             notify=lambda done: status.update(f"encoding: {done:,} pairs"),
         )
-    metrics = {"step": step, "pairs": len(found.keys), **retrieval(found)}
+    metrics = {"step": step, "pairs": len(found.keys), "broken": found.broken, **retrieval(found)}
     if names:
         rows = labelled(found.texts, names).rows
         metrics |= {"classes": len(names), "classified": len(rows), **zero_shot(towers, found, names, templates)}
     if options.json:
         print(json.dumps(metrics))
         return
-    print(f"{len(found.keys):,} pairs of {source.name}, weights of step {step}")
+    print(f"{len(found.keys):,} pairs of {source.name}{left_out(found)}, weights of step {step}")
     print("\n".join(table(metrics, chance(len(found.keys)), towers.kinds)))
     if names:
         print(f"zero-shot, {len(names):,} classes, {metrics['classified']:,} samples whose text is one of them")
@@ -93,6 +99,8 @@ def _data(config: Any, options: Any) -> tuple[Any, Any]:
     """The data and its split. What serves as test data of its own is used whole."""
     from dataclasses import replace
 
+    if options.broken_limit is not None:
+        config = replace(config, broken_limit=options.broken_limit)
     if options.data is not None:
         config = replace(config, data=options.data, test_data="", left=options.left, right=options.right, root=None)
     split = options.split or ("all" if options.data is not None else "test")

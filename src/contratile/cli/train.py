@@ -62,7 +62,9 @@ def _train(config: "TrainConfig") -> int:
 
     console = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
     with console.status("preparing data and towers") as status:
-        trainer = Trainer(config, notify=status.update)
+        trainer = Trainer(
+            config, notify=status.update, say=lambda text: console.print(text, markup=False, highlight=False)
+        )
     run = config.run.out
     if trainer.main and trainer.resumed is not None:
         console.print(f"continuing at step {trainer.step} of {trainer.steps}", highlight=False)

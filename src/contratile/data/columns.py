@@ -5,14 +5,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
+
+from PIL.Image import Image as PILImage
 
 from contratile.data.images import SUFFIXES, decode
 from contratile.data.sample import Broken, Kind, Kinds, Sample, usable_text
 from contratile.errors import bad_value
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 LEFTS = (
     *("image", "images", "img", "picture", "photo", "image_path", "img_path", "filepath", "file_path", "path"),
@@ -59,21 +58,27 @@ class Columns:
                 with suppress(Broken):
                     yield usable_text(row.get(name), "")
 
-    def _picture(self, value: Any, key: str) -> "Image":
+    def _picture(self, value: Any, key: str) -> PILImage:
         if isinstance(value, Mapping):  # as Hugging Face stores pictures
             value = value.get("bytes") or value.get("path")
         if not isinstance(value, str):
-            if value is None or isinstance(value, int | float | list):
+            if not isinstance(value, bytes | PILImage):
                 raise Broken(key, f"expected a picture or its path, got {type(value).__name__}")
             return decode(value, key)
         if _address(value):
             raise Broken(key, "an address instead of a file (fetch with img2dataset, then use its shards)")
-        path = self.base / value
-        if self.confined and not path.resolve().is_relative_to(self.base.resolve()):
-            raise Broken(key, "path leads out of the root folder")
-        if not value.strip() or path.is_dir():
+        if not value.strip():
             raise Broken(key, "no such file")
+        path = self.base / value
+        if self.confined and not self._inside(path, key):
+            raise Broken(key, "path leads out of the root folder")
         return decode(path, key)
+
+    def _inside(self, path: Path, key: str) -> bool:
+        try:
+            return path.resolve().is_relative_to(self.base.resolve())
+        except (OSError, RuntimeError, ValueError):  # a loop of links, a name that no file can have
+            raise Broken(key, "path that cannot be followed") from None
 
 
 def choose(

@@ -5,10 +5,12 @@
     open_hub("hf:org/dataset:config", "train", streaming=True)
 
 A dataset's own test (or validation) split is the test split; where it has none, pairs are held out by hash. Pictures
-are not decoded by the package but here, so that a damaged one is a broken sample.
+are not decoded by the package but here, so that a damaged one is a broken sample; so is a row that the package cannot
+read. Of a stream, what follows such a row is lost too.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 
 from contratile.data.columns import Columns, LeftKind, choose
-from contratile.data.sample import Cursor, Sample, Split, generator, in_split, need
+from contratile.data.sample import Broken, Cursor, Sample, Split, generator, in_split, need
 from contratile.errors import bad_value
 
 TESTS = ("test", "validation", "valid", "val", "dev")
@@ -33,18 +35,25 @@ class HubTable:
         self._rows = range(len(dataset)) if test_share is None else self._of_split(split, test_share)
 
     def _of_split(self, split: Split, share: float) -> Sequence[int]:
-        rows = _without_pictures(self._dataset, self.columns)
-        return [i for i, row in enumerate(rows) if in_split(self.columns.name_of(row), split, share)]
+        rows = _readable(_without_pictures(self._dataset, self.columns))
+        # One that cannot be read is held out by its number.
+        names = (f"{i}" if row is None else self.columns.name_of(row) for i, row in enumerate(rows))
+        return [i for i, name in enumerate(names) if in_split(name, split, share)]
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Sample:
-        row = self._rows[index]
-        return self.columns.sample(self._dataset[row], f"{self.name}/{row}")
+        key = f"{self.name}/{self._rows[index]}"
+        try:
+            row = self._dataset[self._rows[index]]
+        except Exception as error:  # texts in another encoding, damaged files: whatever the package stumbles over
+            raise Broken(key, f"row cannot be read ({type(error).__name__})") from None
+        return self.columns.sample(row, key)
 
     def texts(self) -> Iterator[str]:
-        return self.columns.texts(_without_pictures(self._dataset, self.columns).select(self._rows))
+        rows = _readable(_without_pictures(self._dataset, self.columns).select(self._rows))
+        return self.columns.texts(row for row in rows if row is not None)
 
 
 class HubStream:
@@ -56,23 +65,32 @@ class HubStream:
 
     def records(
         self, *, seed: int | None, epoch: int, part: int, parts: int, start: Cursor = None
-    ) -> Iterator[tuple[tuple[str, Any], Cursor]]:
+    ) -> Iterator[tuple[tuple[str, Any] | Broken, Cursor]]:
         rows = self._dataset
         if seed is not None:
             number = int(torch.randint(2**31, (), generator=generator(seed, epoch)))
             rows = rows.shuffle(seed=number, buffer_size=WINDOW)
         rows = need("datasets.distributed").split_dataset_by_node(rows, rank=part, world_size=parts)
-        for n, row in enumerate(islice(rows, start or 0, None), (start or 0) + 1):
-            if in_split(self.columns.name_of(row), self._split, self._share):
-                yield (f"{self.name}/{epoch}/{part}/{n - 1}", row), n
+        first = n = start or 0
+        try:
+            for n, row in enumerate(islice(rows, first, None), first + 1):
+                if in_split(self.columns.name_of(row), self._split, self._share):
+                    yield (f"{self.name}/{epoch}/{part}/{n - 1}", row), n
+        except ValueError as error:  # of the data; those of the network end the run, which can be resumed
+            yield Broken(f"{self.name}/{epoch}/{part}/{n}", f"stream cannot be read on ({type(error).__name__})"), n + 1
 
-    def sample(self, record: tuple[str, Any]) -> Sample:
+    def sample(self, record: tuple[str, Any] | Broken) -> Sample:
+        if isinstance(record, Broken):
+            raise Broken(*record.args)
         key, row = record
         return self.columns.sample(row, key)
 
     def texts(self) -> Iterator[str]:
         rows = _without_pictures(self._dataset, self.columns)
-        return self.columns.texts(row for row in rows if in_split(self.columns.name_of(row), self._split, self._share))
+        with suppress(ValueError):  # a row that cannot be read, which `records` reports
+            yield from self.columns.texts(
+                row for row in rows if in_split(self.columns.name_of(row), self._split, self._share)
+            )
 
 
 def open_hub(
@@ -145,9 +163,28 @@ def _without_pictures(dataset: Any, columns: Columns) -> Any:
     return dataset.select_columns([columns.left, columns.right] if strings else [columns.right])
 
 
+def _readable(dataset: Any) -> Iterator[dict[str, Any] | None]:
+    """The rows in their order; None where one cannot be read."""
+    done = 0
+    try:
+        for row in dataset:  # many at a time, which is fast
+            yield row
+            done += 1
+        return
+    except Exception:  # which row it was, the package does not say
+        pass
+    for place in range(done, len(dataset)):
+        try:
+            row = dataset[place]
+        except Exception:
+            row = None
+        yield row
+
+
 def _first(dataset: Any) -> dict[str, Any]:
-    for row in dataset:
-        return dict(row)
+    for row in _readable(dataset) if hasattr(dataset, "__len__") else dataset:
+        if row is not None:
+            return dict(row)
     bad_value("dataset", expected="at least one row", got="none", remedy="Look at the dataset's splits.")
 
 

@@ -5,12 +5,19 @@
     inputs = normalise(pixels)                             # float, as CLIP expects
 
 Pixels stay uint8 until they are used: a batch of 65,536 pictures of 224 x 224 takes 9.8 GB that way, 39 GB as floats.
+A file of 80 KB can hold a picture of 270 MB, so the loader decodes inside `fitting(224)`: each picture is cut and
+scaled as soon as it is decoded, and only one is ever held at its full size.
 """
 
 import io
+import os
+import stat
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -20,7 +27,17 @@ from torch import Tensor
 from contratile.data.sample import Broken
 
 MAX_PIXELS = 1 << 26
-"""Larger pictures are refused before they are decoded: 67 megapixels take 200 MB, a decompression bomb far more."""
+"""Larger pictures are refused before they are decoded: 67 megapixels take 270 MB, a decompression bomb far more."""
+
+MAX_BYTES = 1 << 28
+"""Larger files are refused before they are read: some decoders take the whole file into memory."""
+
+DRAFT = 3
+"""JPEGs are decoded at 1/2, 1/4 or 1/8 of their size if that is at least so many times the size they are wanted at:
+as good as decoding them whole, for a fraction of the time and memory."""
+
+STRIP = 1 << 20
+"""Pixels of a transparent picture that are put on white at once."""
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Others are refused: some of the library's decoders start programs."""
@@ -31,19 +48,42 @@ CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
-def decode(data: Path | bytes | Image.Image, key: str) -> Image.Image:
-    """The picture in RGB, transparent parts on white. Of an animation, the first frame."""
-    if isinstance(data, Image.Image):
-        return _rgb(data)
+_edge: ContextVar[int] = ContextVar("edge", default=0)
+
+
+@contextmanager
+def fitting(edge: int) -> Iterator[None]:
+    """Inside, `decode` gives squares of this edge, as `stack` would make them; 0: pictures as they are."""
+    token = _edge.set(edge)
     try:
-        with warnings.catch_warnings():
+        yield
+    finally:
+        _edge.reset(token)
+
+
+def decode(data: Path | bytes | Image.Image, key: str) -> Image.Image:
+    """The picture in RGB, transparent parts on white. Of an animation, the first frame.
+
+    Args:
+        data: A file, its contents, or a picture that is decoded already.
+        key: The sample's name, for messages.
+
+    Raises:
+        Broken: Whatever is wrong with the file or its path.
+    """
+    edge = _edge.get()
+    if isinstance(data, Image.Image):
+        return _own(data, edge)
+    file = io.BytesIO(data) if isinstance(data, bytes) else _opened(data, key)
+    try:
+        with warnings.catch_warnings(), file:
             warnings.simplefilter("ignore")  # the library's hints on odd files; its own bomb warning is the check below
-            with Image.open(io.BytesIO(data) if isinstance(data, bytes) else data, formats=FORMATS) as image:
+            with Image.open(file, formats=FORMATS) as image:
                 if image.width * image.height > MAX_PIXELS:
                     raise Image.DecompressionBombError
-                return _rgb(image)
-    except FileNotFoundError:
-        raise Broken(key, "no such file") from None
+                if edge:
+                    image.draft(None, (DRAFT * edge, DRAFT * edge))
+                return _own(image, edge)
     except UnidentifiedImageError:
         raise Broken(key, f"not a picture in a known format ({', '.join(FORMATS)})") from None
     except Image.DecompressionBombError:
@@ -53,26 +93,74 @@ def decode(data: Path | bytes | Image.Image, key: str) -> Image.Image:
         raise Broken(key, f"{what} picture ({type(error).__name__})") from None
 
 
+def _opened(path: Path, key: str) -> BinaryIO:
+    """The file, if it is one: nothing else is opened, and what becomes a pipe meanwhile does not make us wait."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise Broken(key, "not a file but a folder, a pipe or a device")
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        file = os.fdopen(handle, "rb")
+    except (FileNotFoundError, NotADirectoryError):
+        raise Broken(key, "no such file") from None
+    except OSError as error:  # no permission, a name that is too long, a loop of links
+        raise Broken(key, f"file cannot be opened ({error.strerror})") from None
+    except ValueError:  # a NUL, or half of a surrogate pair
+        raise Broken(key, "path with characters that no file name has") from None
+    if os.fstat(handle).st_size > MAX_BYTES:
+        file.close()
+        raise Broken(key, f"file of more than {MAX_BYTES >> 20} MiB")
+    return file
+
+
+def _own(image: Image.Image, edge: int) -> Image.Image:
+    """In RGB, cut to a square if there is an edge, and independent of the file."""
+    found = _rgb(image)
+    if edge:
+        found = fitted(found, edge)
+    return found.copy() if found is image else found
+
+
 def _rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if "A" in image.getbands() or "transparency" in image.info:
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, "white")
-        image = Image.alpha_composite(white, image)
-    return image.convert("RGB") if image.mode != "RGB" else image.copy()
+        return _on_white(image)
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """Strip by strip: four copies of a large picture would be a gigabyte."""
+    found = Image.new("RGB", image.size)
+    rows = max(1, STRIP // image.width)
+    for top in range(0, image.height, rows):
+        box = (0, top, image.width, min(image.height, top + rows))
+        strip = image.crop(box).convert("RGBA")
+        white = Image.new("RGBA", strip.size, "white")
+        found.paste(Image.alpha_composite(white, strip).convert("RGB"), box)
+    return found
+
+
+class Squares:
+    """A `prepare` of pictures: `stack` at one size. The loader sees its `edge`, and decodes pictures to that size."""
+
+    def __init__(self, edge: int) -> None:
+        self.edge = edge
+
+    def __call__(self, images: Sequence[Image.Image]) -> Tensor:
+        return stack(images, self.edge)
 
 
 def stack(images: Sequence[Image.Image], size: int) -> Tensor:
     """Pixels [n, 3, size, size] as uint8: the shorter side is scaled to `size`, the middle is cut out, as CLIP does."""
     pixels = np.empty((len(images), size, size, 3), dtype=np.uint8)
     for place, image in zip(pixels, images, strict=True):
-        fitted = _fitted(image, size)
-        place[:] = np.asarray(fitted if fitted.mode == "RGB" else fitted.convert("RGB"))
+        square = fitted(image, size)
+        place[:] = np.asarray(square if square.mode == "RGB" else square.convert("RGB"))
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
 
 
-def _fitted(image: Image.Image, size: int) -> Image.Image:
+def fitted(image: Image.Image, size: int) -> Image.Image:
+    """The middle of a picture as a square of `size`: what `stack` makes of it."""
     if image.size == (size, size):
         return image
     scale = size / min(image.size)

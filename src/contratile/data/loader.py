@@ -26,11 +26,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from contratile.data.images import fitted, fitting
 from contratile.data.sample import Broken, Cursor, Indexed, Sample, Stream, generator
 from contratile.errors import bad_value, check_count
 
 Prepare: TypeAlias = Callable[[list[Any]], Any]
-"""Pictures or texts -> what a tower takes. It is pickled for workers."""
+"""Pictures or texts -> what a tower takes. It is pickled for workers.
+
+One of pictures that has an `edge` (`images.Squares`) is given squares of that size: each picture is cut and scaled when
+it is decoded. Without it, the pictures of a chunk are all held at their full size.
+"""
 
 T = TypeVar("T")
 BROKEN_LIMIT = 0.01
@@ -139,10 +144,23 @@ class Loader:
 
     @classmethod
     def ordered(
-        cls, source: Indexed | Stream, prepare: tuple[Prepare, Prepare], *, chunk: int, limit: int = 0, **options: Any
+        cls,
+        source: Indexed | Stream,
+        prepare: tuple[Prepare, Prepare],
+        *,
+        chunk: int,
+        limit: int = 0,
+        broken: Counter[str] | None = None,
+        **options: Any,
     ) -> Iterator[Chunk]:
-        """The chunks of one pass in the source's own order, over all samples or the first `limit`."""
+        """The chunks of one pass in the source's own order, over all samples or the first `limit`.
+
+        Args:
+            broken: Counts the samples that are left out, by reason; within the limit (`broken_limit`) they are forgiven
+                as in training.
+        """
         loader = cls(source, prepare, batch=chunk, chunk=chunk, shuffle=False, epochs=1, drop_last=False, **options)
+        loader.broken = Counter() if broken is None else broken
         tasks = loader._tasks() if limit == 0 else _first(loader._tasks(), limit)
         return (made for _, made in loader._made(tasks) if made is not None)
 
@@ -310,6 +328,7 @@ class _Maker(Dataset[Any]):
     def __init__(self, source: Indexed | Stream, prepare: tuple[Prepare, Prepare]) -> None:
         self.prepare, self.stream = prepare, isinstance(source, Stream)
         self.read = source.sample if isinstance(source, Stream) else source.__getitem__
+        self.edge: int = getattr(prepare[0], "edge", 0)
 
     def __getitem__(self, items: list[Any]) -> tuple[Chunk | None, list[Broken], int]:
         """The chunk, None if it would be empty; the broken among its items; how many items there were."""
@@ -318,7 +337,7 @@ class _Maker(Dataset[Any]):
         broken: list[Broken] = []
         for item in items:
             try:
-                samples.append(self.read(item))
+                samples.append(self._small(item))
                 places.append(-1 if self.stream else item)
             except Broken as error:
                 broken.append(error)
@@ -327,6 +346,14 @@ class _Maker(Dataset[Any]):
         lefts, rights, keys = (list(column) for column in zip(*samples, strict=True))
         left, right = self.prepare[0](lefts), self.prepare[1](rights)
         return Chunk(left, right, torch.tensor(places), keys, rights), broken, len(items)
+
+    def _small(self, item: Any) -> Sample:
+        """The sample, its picture no larger than it is needed: those of a chunk wait for each other."""
+        with fitting(self.edge):
+            sample = self.read(item)
+        if self.edge and not isinstance(sample.left, str):  # of a source that has its own way to decode
+            sample = sample._replace(left=fitted(sample.left, self.edge))
+        return sample
 
 
 def _unchanged(made: T) -> T:

@@ -21,6 +21,10 @@ Cursor: TypeAlias = Any
 """Where to go on in a stream; JSON can hold it."""
 
 
+MAX_TEXT = 1 << 17
+"""Characters of a text; longer ones are broken samples. The csv module has the same limit for a field."""
+
+
 class Sample(NamedTuple):
     """A pair. The right side is always text."""
 
@@ -124,6 +128,8 @@ def usable_text(value: object, key: str) -> str:
         value = value[0]
     if not isinstance(value, str):
         raise Broken(key, f"expected text, got {type(value).__name__}")
+    if len(value) > MAX_TEXT:
+        raise Broken(key, f"text of more than {MAX_TEXT:,} characters")
     try:
         value.encode()
     except UnicodeEncodeError:  # the bytes that could not be decoded, as surrogates

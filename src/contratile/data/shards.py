@@ -5,7 +5,8 @@
 
 Every epoch has its own order of shards; inside a shard, windows of records are shuffled. A cursor counts shards and the
 records of the present one, so resuming reads at most one shard again. Nothing is ever unpacked to disk: names inside a
-tar are labels. A tar that cannot be read to its end is a broken sample, and reading goes on with the next one.
+tar are labels. A tar that cannot be read to its end is a broken sample, and reading goes on with the next one; so is a
+sample whose files are larger than the limits below.
 """
 
 import json
@@ -21,11 +22,31 @@ from typing import Any, NamedTuple
 import torch
 
 from contratile.data.images import SUFFIXES, decode
-from contratile.data.sample import Broken, Cursor, Kinds, Sample, Split, generator, in_split, need, usable_text
+from contratile.data.sample import (
+    MAX_TEXT,
+    Broken,
+    Cursor,
+    Kinds,
+    Sample,
+    Split,
+    generator,
+    in_split,
+    need,
+    usable_text,
+)
+from contratile.data.tars import grouped
 from contratile.errors import bad_value
 
 WINDOW = 1024
 """Records that are shuffled together; so many undecoded pictures are kept in memory."""
+
+WINDOW_BYTES = 1 << 30
+"""Fewer records are shuffled together if they take more than this."""
+
+MAX_PICTURE = 1 << 26
+MAX_CAPTION = 4 * MAX_TEXT
+MAX_JSON = 1 << 20
+"""Bytes of a sample's files; a sample with a larger one is broken."""
 
 CAPTIONS = ("caption", "text")
 """Fields of a sample's JSON that serve where it has no .txt."""
@@ -54,6 +75,8 @@ class Shards:
         self._split, self._share = split, test_share
         picture = any(f".{ending.lower()}" in SUFFIXES for ending in self._lefts)
         self.kinds: Kinds = ("image" if picture else "text", "text")
+        lefts = dict.fromkeys(map(str.lower, self._lefts), MAX_PICTURE if picture else MAX_CAPTION)
+        self._limits = {**lefts, "json": MAX_JSON, self._ending: MAX_CAPTION}
 
     def records(
         self, *, seed: int | None, epoch: int, part: int, parts: int, start: Cursor = None
@@ -76,12 +99,14 @@ class Shards:
         wds = need("webdataset")
         label = Path(url).name
         try:
+            if _local(url) and Path(url).exists() and not Path(url).is_file():
+                yield Broken(label, "not a file but a folder, a pipe or a device")
+                return
             with wds.gopen(url) as stream:
-                files = wds.tariterators.tar_file_expander([{"url": url, "stream": stream}])
-                for group in wds.tariterators.group_by_keys(files):
-                    key = f"{label}/{group['__key__']}"
-                    if in_split(group["__key__"], self._split, self._share):
-                        yield Record(key, {name: data for name, data in group.items() if not name.startswith("__")})
+                for name, files in grouped(stream, self._limits):
+                    if in_split(name, self._split, self._share):
+                        key = f"{label}/{name}"
+                        yield Broken(key, files) if isinstance(files, str) else Record(key, files)
                 if not _ended(stream, url):
                     raise EOFError
         except Exception as error:  # of the file system, the pipe's command, the compression or the tar format
@@ -124,7 +149,7 @@ class Shards:
 def _shuffled(records: Iterator[Any], seeds: tuple[int, ...] | None, skip: int) -> Iterator[Any]:
     """Windows of records in random order, from the one after `skip` on."""
     for number in count():
-        window = list(islice(records, WINDOW))
+        window = _window(records)
         if not window:
             return
         if skip < len(window):
@@ -132,6 +157,18 @@ def _shuffled(records: Iterator[Any], seeds: tuple[int, ...] | None, skip: int) 
             order = range(n) if seeds is None else torch.randperm(n, generator=generator(*seeds, number)).tolist()
             yield from (window[i] for i in order[skip:])
         skip = max(0, skip - len(window))
+
+
+def _window(records: Iterator[Any]) -> list[Any]:
+    """The next records: so many, or so many bytes of them."""
+    window: list[Any] = []
+    size = 0
+    for record in islice(records, WINDOW):
+        window.append(record)
+        size += sum(map(len, record.files.values())) if isinstance(record, Record) else 0
+        if size >= WINDOW_BYTES:
+            break
+    return window
 
 
 def _ended(stream: Any, url: str) -> bool:
@@ -153,6 +190,10 @@ def _text(data: bytes, key: str) -> str:
     return usable_text(data.decode("utf-8", "surrogateescape"), key)
 
 
+def _local(url: str) -> bool:
+    return re.match(r"\w+:", url) is None
+
+
 def is_shards(name: str) -> bool:
     return name.startswith("pipe:") or re.search(r"\.(tar|tgz|tar\.\w+)$", name) is not None
 
@@ -161,7 +202,7 @@ def expand(names: str) -> list[str]:
     """Shard names: several patterns are separated by `::`, braces give ranges, `*` what is there."""
     braces = need("braceexpand").braceexpand
     urls = [url for pattern in names.split("::") for url in braces(pattern)]
-    local = [url for url in urls if not re.match(r"\w+:", url)]
+    local = [url for url in urls if _local(url)]
     found = {url: sorted(glob(url)) if "*" in url else [url] * Path(url).is_file() for url in local}  # noqa: PTH207
     if local and not any(found.values()):
         remedy = "Check the path and the range, such as shards/{00000..00099}.tar."

@@ -2,25 +2,29 @@
 
     Table(Path("pairs.csv"), "train")[0]      # columns image and caption, pictures relative to pairs.csv
 
-A line that cannot be read (too few fields, damaged JSON, another encoding) is a broken sample; a table that cannot be
-read at all (no such column, no rows) is an error at once. All rows are kept in memory: tens of millions of pairs want
-Parquet or shards.
+A line that cannot be read (too few fields, damaged JSON, another encoding, a quote that is not closed) is a broken
+sample; a table that cannot be read at all (no such column, no rows) is an error at once. All rows are kept in memory:
+tens of millions of pairs want Parquet or shards.
 """
 
 import codecs
-import csv
 import json
+import warnings
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TextIO, TypeAlias
 
 from contratile.data.columns import Columns, LeftKind, choose
+from contratile.data.csv_rows import OPEN_QUOTE, csv_rows
 from contratile.data.sample import Broken, Sample, Split, in_split
 from contratile.errors import bad_value
 
 Row: TypeAlias = dict[str, Any]
 SUFFIXES = (".csv", ".tsv", ".jsonl")
+
+MAX_LINE = 1 << 24
+"""Characters of a line that are read; with its end missing, such a row is a broken sample."""
 
 
 class Table:
@@ -58,9 +62,15 @@ class Table:
         self.kinds = self.columns.kinds
         used = (self.columns.left, self.columns.right)
         self._rows: list[tuple[str, Row | Broken]] = []
+        quotes: list[str] = []
         for key, row in chain(head, rows):
+            if isinstance(row, Broken) and row.reason == OPEN_QUOTE:
+                quotes.append(key)
             if in_split(key if isinstance(row, Broken) else self.columns.name_of(row), split, test_share):
                 self._rows.append((key, row if isinstance(row, Broken) else {name: row.get(name) for name in used}))
+        if quotes:
+            others = f" ({len(quotes) - 1:,} more like it)" if len(quotes) > 1 else ""
+            warnings.warn(f"{quotes[0]}: {OPEN_QUOTE}; that row is left out{others}", stacklevel=2)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -91,31 +101,37 @@ def _encoding(file: Path) -> str:
 
 def _csv(file: Path) -> Iterator[tuple[str, Row | Broken]]:
     """Keys and rows. Bytes that are not UTF-8 come through as surrogates, which `usable_text` refuses."""
-    with file.open(encoding=_encoding(file), errors="surrogateescape", newline="") as lines:
-        head = lines.readline()
-        lines.seek(0)
+    with file.open(encoding=_encoding(file), errors="surrogateescape", newline="") as opened:
+        head = opened.readline(MAX_LINE)
+        opened.seek(0)
         # Many a .csv is separated by tabs or semicolons; the head tells.
         separator = "\t" if file.suffix.lower() == ".tsv" else max(",\t;", key=head.count)
-        rows = csv.reader(lines, delimiter=separator)
-        names = next(rows, [])
-        while True:
-            key = f"{file.name}:{rows.line_num + 1}"
-            try:
-                row = next(rows, None)
-            except csv.Error as error:
-                yield key, Broken(key, f"line cannot be read ({error})")
-                continue
-            if row is None:
-                return
-            if len(row) == len(names):
+        rows = csv_rows(_lines(opened), separator)
+        line, names = next(rows, (1, []))
+        if isinstance(names, str):
+            remedy = "Look at the first line: it holds the names of the columns."
+            bad_value(f"{file}, line {line}", expected="the head of a table", got=names, remedy=remedy)
+        for line, row in rows:
+            key = f"{file.name}:{line}"
+            if isinstance(row, str):
+                yield key, Broken(key, row)
+            elif len(row) == len(names):
                 yield key, dict(zip(names, row, strict=True))
-            elif row:
+            else:
                 yield key, Broken(key, f"expected {len(names)} fields, got {len(row)}")
 
 
+def _lines(opened: TextIO) -> Iterator[str]:
+    """The lines of a file, the end of a longer one left out: one without a line break must not fill the memory."""
+    while line := opened.readline(MAX_LINE):
+        yield line
+        while len(line) == MAX_LINE and not line.endswith("\n"):
+            line = opened.readline(MAX_LINE)
+
+
 def _json_lines(file: Path) -> Iterator[tuple[str, Row | Broken]]:
-    with file.open(encoding=_encoding(file), errors="surrogateescape") as lines:
-        for number, line in enumerate(lines, 1):
+    with file.open(encoding=_encoding(file), errors="surrogateescape") as opened:
+        for number, line in enumerate(_lines(opened), 1):
             if not line.strip():
                 continue
             key = f"{file.name}:{number}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from contratile.data.images import CLIP_MEAN, CLIP_STD, normalise, stack
+from contratile.data.images import CLIP_MEAN, CLIP_STD, Squares, normalise
 from contratile.data.sample import Kind
 from contratile.errors import bad_value
 
@@ -75,7 +74,7 @@ def need(module: str, package: str) -> Any:
 
 def image_part(model: nn.Module, width: int, size: int, pixels: Pixels) -> Part:
     """A backbone of images from one of normalised pixels."""
-    return Part(nn.Sequential(pixels, model), width, "image", partial(stack, size=size))
+    return Part(nn.Sequential(pixels, model), width, "image", Squares(size))
 
 
 # --- tiny: a small CLIP of transformers, its tokenizer trained on the captions ------------------------------------

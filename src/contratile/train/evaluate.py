@@ -8,6 +8,7 @@ zero_shot(towers, found, names, templates)
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from contratile.data.loader import Loader
+from contratile.data.loader import BROKEN_LIMIT, Loader
 from contratile.data.sample import Indexed, Stream
 from contratile.errors import bad_value
 from contratile.metrics import retrieval_metrics, zero_shot_metrics
@@ -33,6 +34,8 @@ class Encoded(NamedTuple):
     places: Tensor  # [N] in the source; -1 in a stream
     keys: list[str]
     texts: list[str]
+    broken: int = 0
+    """Samples that are not among them because they could not be used."""
 
 
 @torch.no_grad()
@@ -42,16 +45,22 @@ def encode(
     *,
     chunk: int,
     limit: int = 0,
+    broken_limit: float = BROKEN_LIMIT,
     notify: Callable[[int], object] = lambda done: None,
 ) -> Encoded:
-    """Both sides of every sample, or of the first `limit`, in evaluation mode."""
+    """Both sides of every sample, or of the first `limit`, in evaluation mode.
+
+    Broken samples are left out and counted, up to `broken_limit` of them, by the rule of training.
+    """
     prepare = towers.left.prepare, towers.right.prepare
     was_training = towers.training
     towers.eval()
     device = towers.log_scale.device
     left, right, index, keys, texts = [], [], [], [], []
+    broken: Counter[str] = Counter()
+    options: dict[str, Any] = {"chunk": chunk, "limit": limit, "broken_limit": broken_limit, "broken": broken}
     try:
-        for part in Loader.ordered(source, prepare, chunk=chunk, limit=limit):
+        for part in Loader.ordered(source, prepare, **options):
             left.append(towers.left(to_device(part.left, device)).float().cpu())
             right.append(towers.right(to_device(part.right, device)).float().cpu())
             index.append(part.index)
@@ -61,8 +70,9 @@ def encode(
     finally:
         towers.train(was_training)
     if not keys:
-        bad_value("data", expected="samples to evaluate on", got="none", remedy="Every one of them was broken.")
-    return Encoded(torch.cat(left), torch.cat(right), torch.cat(index), keys, texts)
+        remedy = f"All {broken.total():,} of {source.name} are broken: {', '.join(broken)}."
+        bad_value("data", expected="samples to evaluate on", got="none", remedy=remedy)
+    return Encoded(torch.cat(left), torch.cat(right), torch.cat(index), keys, texts, broken.total())
 
 
 def retrieval(found: Encoded, ks: Sequence[int] = KS) -> dict[str, float]:

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 ROWS, COLUMNS = 8, 8
 """Of the contact sheet."""
 
+LARGE = 512
+"""Pixels of an edge that are more than enough for a sheet."""
+
 
 class Written(NamedTuple):
     """The files of a finished run, and what the report says beside the figures."""
@@ -58,7 +61,7 @@ def finish(config: TrainConfig, source: Source, outcome: Outcome) -> Written:
     notes = [
         f"{len(encoded.keys):,} held-out pairs of {source.name}; none of their texts was seen in training."
         if source.name.startswith("icons")
-        else f"{len(encoded.keys):,} held-out pairs of {source.name}.",
+        else f"{len(encoded.keys):,} held-out pairs of {source.name}{left_out(encoded)}.",
         f"Every step compared {n:,} pairs with each other. The loss did it in a workspace of {size(workspace)}; "
         f"a dense loss would have taken {size(DENSE_MATRICES * 4 * n * n)}.",
     ]
@@ -73,6 +76,11 @@ def finish(config: TrainConfig, source: Source, outcome: Outcome) -> Written:
         notes=notes,
     )
     return Written(report, path, notes)
+
+
+def left_out(encoded: Encoded) -> str:
+    """How many pairs are missing because they are broken."""
+    return f" ({encoded.broken:,} broken ones are left out)" if encoded.broken else ""
 
 
 def held_out_sheet(source: Source, encoded: Encoded) -> bytes | None:
@@ -106,9 +114,13 @@ def found_rows(
 
 
 def picture(source: Source, index: int) -> Image:
+    """Large ones reduced, as all of a sheet are held at once."""
     assert isinstance(source, Indexed)
     image = source[index].left
     assert not isinstance(image, str)
+    if max(image.size) > LARGE:
+        image = image.copy()  # what a source gives is its own
+        image.thumbnail((LARGE, LARGE))
     return image
 
 

@@ -3,12 +3,15 @@
     table = kept_outputs(tower, source, "left", run, of=options, chunk=256, main=True, wait=barrier)
     table[chunk.index]                # what the backbone would give for a chunk
 
-They are a file of the run, so a run that goes on does not compute them again.
+They are a file of the run, so a run that goes on does not compute them again. A broken sample has no outputs; training
+leaves it out too.
 """
 
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contratile.data.loader import Loader
+from contratile.data.loader import BROKEN_LIMIT, Loader
 from contratile.data.rows import Rows
 from contratile.data.sample import Broken, Indexed, Source
+from contratile.errors import bad_value
 from contratile.train.evaluate import to_device
 from contratile.train.towers import Tower
 
@@ -36,39 +40,66 @@ def kept_outputs(
     chunk: int,
     main: bool,
     wait: Callable[[], object],
+    broken_limit: float = BROKEN_LIMIT,
     notify: Callable[[str], object] = lambda text: None,
+    say: Callable[[str], object] = lambda text: None,
 ) -> Tensor | None:
     """[samples, width] on the CPU. None for a stream, whose samples have no number: they are encoded every time.
 
-    `of` are the options that the outputs depend on: a file of other ones is written anew.
+    Args:
+        of: The options that the outputs depend on: a file of other ones is written anew.
+        broken_limit: Samples that may be broken, by the rule of training. Their rows are NaN: see `rows_of`.
+        notify: Is told how far it is.
+        say: Is told how many samples were left out.
     """
     if not isinstance(source, Indexed):
         return None
-    path = run / f"kept-{side}.safetensors"
+    path = _path(run, side)
     same = json.dumps({"source": source.name, "length": len(source), **of})
     if main and not _fits(path, same):
-        _write(path, _encode(tower, source, side, chunk, notify), same)
+        broken: Counter[str] = Counter()
+        options = {"chunk": min(chunk, CHUNK), "broken_limit": broken_limit, "broken": broken}
+        _write(path, _encode(tower, source, side, options, notify), same)
+        if broken:
+            say(f"{side} features: {broken.total():,} broken samples of {source.name} left out ({', '.join(broken)})")
     wait()
     from safetensors.torch import load_file
 
     return load_file(path)["outputs"]
 
 
+def rows_of(outputs: Tensor, index: Tensor, side: str, run: Path) -> Tensor:
+    """The kept outputs of samples. One that was broken then and is not now has none: nothing may stand in for it."""
+    found = outputs[index]
+    if bool(found[:, :1].isnan().any()):
+        remedy = f"A sample that was broken when they were computed is not any more: delete {_path(run, side)}."
+        bad_value(f"kept {side} features", expected="those of every sample of the chunk", got="NaN", remedy=remedy)
+    return found
+
+
+def _path(run: Path, side: str) -> Path:
+    return run / f"kept-{side}.safetensors"
+
+
 @torch.no_grad()
-def _encode(tower: Tower, source: Indexed, side: str, chunk: int, notify: Callable[[str], object]) -> Tensor:
+def _encode(
+    tower: Tower, source: Indexed, side: str, options: dict[str, Any], notify: Callable[[str], object]
+) -> Tensor:
     device = next(tower.parameters()).device
     outputs: Tensor | None = None
-    prepare = (tower.prepare, _nothing) if side == "left" else (_nothing, tower.prepare)
+    prepare = (tower.prepare, _Nothing()) if side == "left" else (_Nothing(), tower.prepare)
     order, done = encoding_order(source, side), 0
-    for part in Loader.ordered(Rows(source, order), prepare, chunk=min(chunk, CHUNK)):
+    for part in Loader.ordered(Rows(source, order), prepare, **options):
         inputs = part.left if side == "left" else part.right
         found = tower.backbone(to_device(inputs, device)).float().cpu()
         if outputs is None:
-            outputs = found.new_zeros(len(source), found.shape[1])
+            outputs = found.new_full((len(source), found.shape[1]), math.nan)
         outputs[[order[row] for row in part.index.tolist()]] = found
         done += len(found)
         notify(f"{side} features: {done:,} of {len(source):,}")
-    assert outputs is not None, "a source without samples was refused before"
+    if outputs is None:
+        reasons = ", ".join(options["broken"])
+        bad_value(source.name, expected="samples to train on", got="none", remedy=f"All are broken: {reasons}.")
     return outputs
 
 
@@ -87,8 +118,13 @@ def _length(source: Indexed, row: int, side: str) -> int:
         return 0
 
 
-def _nothing(samples: list[object]) -> None:
-    return None
+class _Nothing:
+    """The `prepare` of the side that is not encoded. Its pictures are not held at their full size either."""
+
+    edge = 1
+
+    def __call__(self, samples: list[object]) -> None:
+        return None
 
 
 def _fits(path: Path, same: str) -> bool:

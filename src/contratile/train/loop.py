@@ -29,7 +29,7 @@ from contratile.grad_cache import GradCache
 from contratile.train import checkpoint
 from contratile.train.config import TrainConfig, save_config, to_dict
 from contratile.train.evaluate import Encoded, encode, retrieval, to_device
-from contratile.train.locked import kept_outputs
+from contratile.train.locked import kept_outputs, rows_of
 from contratile.train.objective import Objective
 from contratile.train.optim import clamp_scale, learning_rate, make_optimizer
 from contratile.train.resume import check_options, find_checkpoint, run_of
@@ -66,8 +66,13 @@ class Outcome(NamedTuple):
 class Trainer:
     """The parts of a run, built once; `run` is the loop."""
 
-    def __init__(self, config: TrainConfig, notify: Callable[[str], object] = lambda text: None) -> None:
-        """`notify` is told what goes on before the first step."""
+    def __init__(
+        self,
+        config: TrainConfig,
+        notify: Callable[[str], object] = lambda text: None,
+        say: Callable[[str], object] = lambda text: None,
+    ) -> None:
+        """`notify` is told what goes on before the first step, `say` what is to be read afterwards too."""
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
         from accelerate.utils import patch_environment, set_seed
@@ -119,9 +124,10 @@ class Trainer:
         self.steps = run.steps or self._steps_of(run.epochs)
         wait = self.accelerator.wait_for_everyone
         of = {"seed": run.seed, **{section: to_dict(config)[section] for section in ("data", "towers")}}
+        tell: dict[str, Any] = {"broken_limit": config.data.broken_limit, "notify": notify, "say": say}
         kept = {
             side: kept_outputs(
-                tower, self.source, side, run.out, of=of, chunk=run.chunk, main=self.main, wait=wait, notify=notify
+                tower, self.source, side, run.out, of=of, chunk=run.chunk, main=self.main, wait=wait, **tell
             )
             for side, tower in (("left", self.towers.left), ("right", self.towers.right))
             if tower.locked
@@ -198,7 +204,12 @@ class Trainer:
         texts = self.objective.texts = []
         for chunk in batch.chunks:
             texts += chunk.texts
-            sides = [self.kept[side][chunk.index] if side in self.kept else getattr(chunk, side) for side in SIDES]
+            sides = [
+                rows_of(self.kept[side], chunk.index, side, self.config.run.out)
+                if side in self.kept
+                else getattr(chunk, side)
+                for side in SIDES
+            ]
             yield tuple(wrapped(to_device(x, device)) for x in sides)
 
     def evaluate(self) -> tuple[dict[str, float], Encoded | None]:
@@ -209,9 +220,10 @@ class Trainer:
         told: list[dict[str, float]] = [{}]
         if self.main or self.sharded:
             with self.accelerator.autocast():
-                found = encode(self.towers, self.held_out, chunk=self.config.run.chunk)
+                limit = self.config.data.broken_limit
+                found = encode(self.towers, self.held_out, chunk=self.config.run.chunk, broken_limit=limit)
         if self.main and found is not None:
-            told = [retrieval(found)]
+            told = [retrieval(found) | ({"skipped": found.broken} if found.broken else {})]
         return broadcast_object_list(told)[0], found if self.main else None
 
     def save(self, *, best: bool = False) -> None:

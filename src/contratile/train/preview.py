@@ -17,10 +17,15 @@ if TYPE_CHECKING:
 EDGE = 16
 """Pixels of a thumbnail's edge: columns, and twice its lines."""
 
+CAPTION = 400
+"""Characters of a caption that are shown."""
+
 
 def preview(row: SheetRow, console: Console) -> None:
     """Print a query's images, best first."""
     from rich.table import Table
+
+    from contratile.train.report import shortened
 
     colours = console.color_system is not None
     # A title may hold what looks like markup: it goes in as text.
@@ -29,7 +34,7 @@ def preview(row: SheetRow, console: Console) -> None:
     found = zip(row.images, row.captions, row.hits, strict=True)
     for place, (image, caption, hit) in enumerate(found):
         score = f"{row.scores[place]:.3f}" if row.scores else ""
-        text = _plain(caption + (" (its own)" if hit else ""))
+        text = _plain(shortened(caption, CAPTION) + (" (its own)" if hit else ""))
         table.add_row(str(place + 1), score, *([thumbnail(image)] if colours else []), text)
     console.print(table)
 

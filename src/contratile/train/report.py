@@ -9,6 +9,8 @@ from __future__ import annotations
 import base64
 import io
 import statistics
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -82,18 +84,30 @@ def png(image: Image) -> bytes:
 
 def wrapped(text: str, font: FreeTypeFont, width: int, *, lines: int) -> list[str]:
     """The text in at most so many lines, each no wider than `width`; what does not fit ends in dots."""
-    words = text.split() or [""]
+    # Letters are a pixel wide at least. What cannot be seen is cut off first: to measure it would take for ever.
+    words = deque(shortened(word, width) for word in text.split(maxsplit=lines * width) or [""])
     found: list[str] = []
     while words and len(found) < lines:
-        now = words.pop(0)
+        now = words.popleft()
         while words and font.getlength(f"{now} {words[0]}") <= width:
-            now += f" {words.pop(0)}"
+            now += f" {words.popleft()}"
         if len(found) == lines - 1 and words:
-            now, words = f"{now} …", []
-        while font.getlength(now) > width and len(now) > 1:
-            now = f"{now.removesuffix('…').rstrip()[:-1]}…"
+            now = f"{now} …"
+        if font.getlength(now) > width:
+            whole = now.removesuffix("…")
+            letters = bisect_left(range(len(whole)), True, key=lambda n: font.getlength(_cut(whole, n + 1)) > width)
+            now = _cut(whole, letters)
         found.append(now)
     return found
+
+
+def shortened(text: str, length: int) -> str:
+    """At most so many characters, the last of them dots if some are missing."""
+    return text if len(text) <= length else f"{text[: max(0, length - 1)]}…"
+
+
+def _cut(text: str, letters: int) -> str:
+    return f"{text[:letters].rstrip()}…"
 
 
 def fitted(image: Image, edge: int) -> Image:
@@ -148,7 +162,7 @@ _TITLES = {
     "grad_norm": "norm of the gradient",
     "samples_per_second": "samples per second",
 }
-_NO_CURVE = ("step", "epoch", "memory", "dense_memory", "broken", "pairs", "seconds")
+_NO_CURVE = ("step", "epoch", "memory", "dense_memory", "broken", "skipped", "pairs", "seconds")
 
 _STYLE = """
 :root { color-scheme: light dark;
