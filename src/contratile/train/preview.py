@@ -30,7 +30,9 @@ def preview(row: SheetRow, console: Console) -> None:
     for place, (image, caption, hit) in enumerate(found):
         score = f"{row.scores[place]:.3f}" if row.scores else ""
         text = _plain(caption + (" (its own)" if hit else ""))
-        table.add_row(str(place + 1), score, *([thumbnail(image)] if colours else []), text)
+        table.add_row(
+            str(place + 1), score, *([_plain("") if image is None else thumbnail(image)] if colours else []), text
+        )
     console.print(table)
 
 
