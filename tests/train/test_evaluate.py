@@ -138,7 +138,9 @@ def test_a_diverged_run_keeps_its_last_good_checkpoint(
     config = small(table, tmp_path, save_every=1, eval_every=2)
     spoil(monkeypatch, side, after=4)
     kind = {"left": "image", "right": "text"}[side]
-    with pytest.raises(FloatingPointError, match=rf"after step 4 .* the {side} \({kind}\) tower.*step-00000003") as told:
+    with pytest.raises(
+        FloatingPointError, match=rf"after step 4 .* the {side} \({kind}\) tower.*step-00000003"
+    ) as told:
         Trainer(config).run()
     assert "Lower the learning rate" in str(told.value)
     last = checkpoint.latest(tmp_path)
