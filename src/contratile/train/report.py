@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from contratile.errors import bad_value
 from contratile.train.curves import curve
 from contratile.train.track import numbers, size
-from contratile.train.words import PICTURES, in_words
+from contratile.train.words import PAIRWISE, PICTURES, in_words
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -263,12 +263,12 @@ def _metrics(final: Mapping[str, float], chance: Mapping[str, float], sides: tup
 
 
 def _curves(history: Sequence[Mapping[str, Any]], chance: Mapping[str, float], sides: tuple[str, str]) -> list[str]:
-    """Of every metric that was recorded at least twice: those of training first."""
+    """Of every metric that was recorded at least twice, those of training first; pair by pair the table is enough."""
     names = dict.fromkeys(_TITLES) | {name: None for entry in history for name in entry}
     drawn = []
     for name in names:
         points = numbers(history, name)
-        if name not in _NO_CURVE and len(points) > 1:
+        if name not in _NO_CURVE and not name.endswith(PAIRWISE) and len(points) > 1:
             percent = name in chance or name == "top1"
             form = percents if percent else "{:.4g}".format
             drawn.append(curve(points, title=_words(name, sides), level=chance.get(name), form=form))
