@@ -117,15 +117,16 @@ def test_the_tower_is_named(value: float) -> None:
     assert "the left (image) tower, 3 of 3 rows and the right" in not_finite(found, ("image", "text"))
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, side: str, after: int) -> None:
-    """Weights of one side are NaN after a step, as those of a diverged run."""
+def spoil(monkeypatch: pytest.MonkeyPatch, side: str, after: int, value: float = math.nan) -> None:
+    """Weights of one side are NaN (or have another value) after a step, as those of a diverged run."""
     step = Trainer.train_step
 
     def spoiled(self: Trainer, batch: Any) -> dict[str, float]:
         facts = step(self, batch)
         if self.step + 1 == after:
             with torch.no_grad():
-                next(getattr(self.towers, side).parameters()).fill_(math.nan)
+                for parameter in getattr(self.towers, side).parameters():
+                    parameter.fill_(value)
         return facts
 
     monkeypatch.setattr(Trainer, "train_step", spoiled)
@@ -161,6 +162,20 @@ def test_weights_that_are_not_finite_are_not_saved(
         Trainer(small(table, tmp_path, save_every=1, eval_every=6)).run()
     last = checkpoint.latest(tmp_path)
     assert last is not None and last.name == "step-00000003"
+
+
+def test_a_checkpoint_of_diverged_weights_is_set_aside(
+    table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are finite, and what they compute is not: the next step tells."""
+    config = small(table, tmp_path, save_every=1, eval_every=6)
+    spoil(monkeypatch, "left", after=4, value=1e38)
+    with pytest.raises(FloatingPointError, match=r"loss of step 5 is nan.*last checkpoint: .*step-00000003"):
+        Trainer(config).run()
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-00000003", "diverged-step-00000004"}
+    monkeypatch.undo()
+    again = Trainer(config)
+    assert again.step == 3 and again.run().finished
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run(table: Path, tmp_path: Path) -> None:

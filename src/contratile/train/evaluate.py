@@ -81,7 +81,9 @@ class Matches(NamedTuple):
 
 def matches(found: Encoded) -> Matches:
     """The left sides of equal name and the equal texts of encoded data."""
-    left, right, pairs = {}, {}, {}
+    left: dict[str, tuple[int, int]] = {}  # of each name its place and its first row
+    right: dict[str, tuple[int, int]] = {}
+    pairs: dict[tuple[int, int], None] = {}
     for row, (name, text) in enumerate(zip(found.names, found.texts, strict=True)):
         left.setdefault(name, (len(left), row))
         right.setdefault(text, (len(right), row))
@@ -108,7 +110,7 @@ def retrieval(found: Encoded, ks: Sequence[int] = KS) -> dict[str, float]:
 def chance(found: Encoded, ks: Sequence[int] = KS) -> dict[str, float]:
     """What guessing would reach, under the names of `retrieval`."""
     groups, n = matches(found), len(found.keys)
-    levels = {}
+    levels: dict[str, float] = {}
     for way, query, total in (
         ("image_to_text", 0, len(groups.right)),
         ("text_to_image", 1, len(groups.left)),

@@ -10,6 +10,7 @@ the checkpoint, so a run that was killed goes on as if it had not been.
 from __future__ import annotations
 
 import math
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -139,7 +140,7 @@ class Trainer:
         optimizer = make_optimizer(self.towers, config.optim)
         self.rates = [group.get("lr_scale", 1.0) for group in optimizer.param_groups]
         self.optimizer = self.accelerator.prepare_optimizer(without_foreach(optimizer) if self.sharded else optimizer)
-        self.step, self.best = 0, -math.inf
+        self.step, self.best, self.evaluated = 0, -math.inf, -1
         if self.resumed is not None:
             self._restore(self.resumed)
         if self.main:
@@ -189,6 +190,7 @@ class Trainer:
         self.accelerator.backward(loss)
         loss = self.accelerator.reduce(loss.detach(), "mean")
         if not torch.isfinite(loss):
+            self._set_aside()
             self._diagnose(f"the loss of step {self.step + 1} is {float(loss)}")
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = self.accelerator.clip_grad_norm_(trained, optim.clip_grad or math.inf)
@@ -227,6 +229,7 @@ class Trainer:
         wrong, metrics = broadcast_object_list(told)[0]
         if wrong:
             self._diagnose(f"evaluation after step {self.step} found {wrong}")
+        self.evaluated = self.step
         return metrics, found if self.main else None
 
     def save(self, *, best: bool = False) -> None:
@@ -293,6 +296,19 @@ class Trainer:
             return stop
         flag = torch.tensor(float(stop), device=self.accelerator.device)
         return bool(self.accelerator.reduce(flag, "sum") > 0)
+
+    def _set_aside(self) -> None:
+        """A checkpoint of the present weights, which give no finite loss, is none to go on from: it loses its name.
+
+        Not so if an evaluation has found them in order: then it is this batch alone.
+        """
+        folder = self.config.run.out / "checkpoints" / checkpoint.step_name(self.step)
+        best = self.config.run.out / "best"
+        if self.main and folder.is_dir() and self.evaluated != self.step and best.resolve() != folder.resolve():
+            aside = folder.with_name(f"diverged-{folder.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+        self.accelerator.wait_for_everyone()
 
     def _diagnose(self, what: str) -> NoReturn:
         """Stop, and tell what was not finite. Checkpoints stay as they are: the run goes on from the last one."""
