@@ -1,9 +1,11 @@
 """A run folder works from anywhere, and says what it does: the header, paths, searches in both directions."""
 
+import io
 import json
 import shutil
 import subprocess
 import sys
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +14,15 @@ import torch
 from PIL import Image
 
 from contratile.cli import main
+from contratile.data.catalog import open_source
 from contratile.metrics import nearest
 from contratile.train.config import TrainConfig, load_config, to_toml
+from contratile.train.evaluate import encode
 from contratile.train.finish import load_run
-from contratile.train.gallery import load_gallery
+from contratile.train.gallery import load_gallery, make_gallery, save_gallery
+from contratile.train.loop import Trainer
 from contratile.train.places import absent, located, located_data, located_towers
+from contratile.train.towers import build_towers
 from tests.train.runs import clip_folder, sentence_folder, shapes, small, texts
 
 
@@ -125,8 +131,6 @@ def test_search_needs_the_run_alone(
     gallery = load_gallery(Path("run"))
     assert len(gallery.names) == len(set(gallery.names)) == len(gallery.pictures) == len(gallery.texts) / 2
     with Image.open(home / "shapes" / gallery.names[0]) as image:
-        import io
-
         with Image.open(io.BytesIO(gallery.pictures[0])) as kept:
             assert kept.tobytes() == image.tobytes()
     # Data that has moved is told with the way out of it.
@@ -142,11 +146,9 @@ def test_search_needs_the_run_alone(
 def test_a_picture_that_is_not_in_the_gallery(
     home: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from contratile.train import gallery as galleries
-
     shutil.copytree(home / "run", "run", symlinks=True)
     gallery = load_gallery(Path("run"))
-    galleries.save_gallery(gallery._replace(pictures=[b"", b"no picture", *gallery.pictures[2:4]]), Path("run"))
+    save_gallery(gallery._replace(pictures=[b"", b"no picture", *gallery.pictures[2:4]]), Path("run"))
     n = len(gallery.names)
     assert main(["search", "run", "red", "--k", str(n)]) == 0
     assert f"{n - 2} of {n} pictures are not in the gallery" in capsys.readouterr().out
@@ -158,6 +160,17 @@ def test_a_damaged_gallery(home: Path, elsewhere: Path, capsys: pytest.CaptureFi
     assert main(["search", "run", "red"]) == 2
     error = capsys.readouterr().err
     assert "gallery of run: expected what a finished run writes" in error and len(error.splitlines()) == 1
+
+
+def test_towers_that_have_moved(home: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(home / "words", "words", symlinks=True)
+    config = Path("words/config.toml")
+    config.write_text(config.read_text().replace(str(home / "bert"), str(elsewhere / "gone")))
+    for words in (["eval", "words"], ["search", "words", "red"]):
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert f"towers of the run: expected a model at {elsewhere / 'gone'}, got nothing" in error
+        assert len(error.splitlines()) == 1
 
 
 def test_names_of_places(elsewhere: Path) -> None:
@@ -180,6 +193,27 @@ def test_names_of_places(elsewhere: Path) -> None:
     assert absent(f"{here}/x/{{0..3}}.tar") == f"{here}/x" and absent(f"{here}/{{0..3}}.tar") == ""
     assert absent("icons") == absent("hf:org/name") == absent("wordnet") == absent("pipe:cat x.tar") == ""
     assert absent(f"hf:{here}/gone") == f"{here}/gone" and absent("wordnet:gone") == "gone"
+
+
+def test_pictures_of_shards_are_in_the_gallery(home: Path, tmp_path: Path) -> None:
+    """A stream is read once more for them."""
+    config = small(home / "shapes" / "pairs.csv", tmp_path)
+    with tarfile.open(tmp_path / "shard.tar", "w") as tar:
+        for path in sorted((home / "shapes").glob("red-*.png")):
+            (tmp_path / f"{path.stem}.txt").write_text(path.stem)
+            tar.add(path, path.name)
+            tar.add(tmp_path / f"{path.stem}.txt", f"{path.stem}.txt")
+    source = open_source(
+        replace(config.data, data=str(tmp_path / "shard.tar"), test_data=str(tmp_path / "shard.tar")), "test"
+    )
+    towers = build_towers(config.towers, texts=["red line"])
+    gallery = make_gallery(encode(towers, source, chunk=5), source, 1)
+    assert gallery.names == [
+        f"shard.tar/red-{shape}-{n}" for shape in ("arc", "ellipse", "line", "rectangle") for n in (1, 2, 3)
+    ]
+    for name, data in zip(gallery.names, gallery.pictures, strict=True):
+        with Image.open(home / "shapes" / f"{name.split('/')[1]}.png") as image, Image.open(io.BytesIO(data)) as kept:
+            assert kept.tobytes() == image.tobytes()
 
 
 # --- searching ----------------------------------------------------------------------------------------------------
@@ -221,14 +255,10 @@ def test_an_image_is_looked_for_among_texts(home: Path, capsys: pytest.CaptureFi
 
 
 def test_a_long_text_is_one_line_in_a_pipe(home: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from contratile.train import gallery as galleries
-
     for name in ("run", "words"):
         shutil.copytree(home / name, name, symlinks=True)
         gallery = load_gallery(Path(name))
-        galleries.save_gallery(
-            gallery._replace(texts=[f"{text} {'and so on ' * 30}end" for text in gallery.texts]), Path(name)
-        )
+        save_gallery(gallery._replace(texts=[f"{text} {'and so on ' * 30}end" for text in gallery.texts]), Path(name))
         assert main(["search", name, "red", "--k", "2"]) == 0
         assert sum(line.endswith(" end") for line in capsys.readouterr().out.splitlines()) == 2
 
@@ -281,8 +311,6 @@ def test_options_that_belong_to_other_data(home: Path, capsys: pytest.CaptureFix
 
 def test_towers_of_a_folder_go_on_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same options typed in another way are the same ones."""
-    from contratile.train.loop import Trainer
-
     table = shapes(tmp_path / "shapes", sizes=1)
     clip_folder(tmp_path / "clip")
     monkeypatch.chdir(tmp_path)

@@ -304,6 +304,9 @@ def test_rates_are_saved_and_a_run_goes_on_with_them(tmp_path: Path) -> None:
     again = Trainer(half)
     assert again.step == 2 and again.rates == stopped.rates
     again.run()
+    groups = again.optimizer.param_groups
+    assert [group["lr"] / groups[0]["lr"] for group in groups] == pytest.approx(again.rates)
+    assert sorted(set(again.rates)) == pytest.approx([PRETRAINED / SCRATCH, 1.0])
     a, b = weights(tmp_path / "whole"), weights(tmp_path / "half")
     assert all(torch.equal(a[name], b[name]) for name in a)
     other = Trainer(small(table, tmp_path / "half", towers=f"hf:{folder}", lr=5e-4, batch=16, pixels=0, steps=4))

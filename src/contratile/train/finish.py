@@ -16,6 +16,7 @@ from contratile.train import checkpoint
 from contratile.train.config import CONFIG, TrainConfig, load_config, to_dict
 from contratile.train.evaluate import chance
 from contratile.train.gallery import Gallery, Side, found_rows, make_gallery, save_gallery
+from contratile.train.places import absent_towers
 from contratile.train.report import SheetRow, contact_sheet, png, write_report
 from contratile.train.towers import Towers, build_towers
 from contratile.train.track import DENSE_MATRICES, history, size
@@ -62,9 +63,17 @@ def finish(config: TrainConfig, source: Source, outcome: Outcome) -> Written:
         f"Every step compared {n:,} pairs with each other. The loss did it in a workspace of {size(workspace)}; "
         f"a dense loss would have taken {size(DENSE_MATRICES * 4 * n * n)}.",
     ]
+    if len(gallery.names) != len(encoded.keys) or len(gallery.texts) != len(encoded.keys):
+        counts = [
+            f"{len(items):,} of {side}"
+            for items, side in zip((gallery.names, gallery.texts), gallery.sides, strict=True)
+        ]
+        notes.insert(
+            1, f"What repeats was counted once ({', '.join(counts)}), and all that belongs to a query as found."
+        )
     report = write_report(
         run,
-        title=f"{config.towers.towers} on {source.name}",
+        title=f"{config.towers.towers} on {source.name.partition(' (')[0]}",
         config=to_dict(config),
         history=history(run),
         final=outcome.metrics,
@@ -112,6 +121,10 @@ def load_run(run: Path, weights: str = "best") -> Run:
         folder = best
     if folder is None:
         bad_value("run", expected="a checkpoint", got=run, remedy="The run was stopped before its first one.")
+    gone = absent_towers(config.towers.towers)
+    if gone:
+        remedy = f"Put it back, or write its new place into {run / CONFIG}: towers = ..."
+        bad_value("towers of the run", expected=f"a model at {gone}", got="nothing", remedy=remedy)
     towers = build_towers(config.towers, folder=run, bias=config.loss.loss == "siglip")
     state, facts = checkpoint.load(folder.resolve())
     towers.load_state_dict(state["model"])

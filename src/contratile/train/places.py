@@ -83,6 +83,13 @@ def absent(name: str) -> str:
     return ""
 
 
+def absent_towers(name: str) -> str:
+    """The path in the name of encoders, if nothing is there."""
+    maker, _, rest = name.partition(":")
+    parts = [rest] if maker == "st" or Path(rest).is_dir() else rest.split("+") if maker == "hf" else []
+    return next((part for part in parts if Path(part).is_absolute() and not Path(part).exists()), "")
+
+
 def _absolute(path: str, special: str = "") -> str:
     """As seen from the root, unless the present folder has characters that mean something in such a name."""
     found = str(Path(path).absolute())
