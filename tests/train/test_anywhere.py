@@ -6,8 +6,10 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -154,12 +156,30 @@ def test_a_picture_that_is_not_in_the_gallery(
     assert f"{n - 2} of {n} pictures are not in the gallery" in capsys.readouterr().out
 
 
-def test_a_damaged_gallery(home: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda words: "{",
+        lambda words: "[" * 100_000,
+        lambda words: json.dumps({**words, "names": words["names"][:-1]}),
+        lambda words: json.dumps({**words, "texts": [7] * len(words["texts"])}),
+        lambda words: json.dumps({**words, "step": "../../x"}),
+        lambda words: json.dumps({"step": 6, "keys": [], "texts": []}),
+    ],
+    ids=["cut", "deep", "short", "numbers", "step", "older"],
+)
+def test_a_damaged_gallery(
+    home: Path, elsewhere: Path, damage: Callable[[dict[str, Any]], str], capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(home / "run", "run", symlinks=True)
-    Path("run/gallery.json").write_text('{"step": 6')
+    listed = Path("run/gallery.json")
+    listed.write_text(damage(json.loads(listed.read_text())))
     assert main(["search", "run", "red"]) == 2
     error = capsys.readouterr().err
     assert "gallery of run: expected what a finished run writes" in error and len(error.splitlines()) == 1
+    listed.unlink()
+    assert main(["search", "run", "red"]) == 2
+    assert "Run its `contratile train` command to the end" in capsys.readouterr().err
 
 
 def test_towers_that_have_moved(home: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:

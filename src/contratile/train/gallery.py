@@ -170,9 +170,10 @@ def _small(image: Image) -> bytes:
 
 
 def save_gallery(gallery: Gallery, folder: Path) -> None:
-    """Features in 16 bit and thumbnails in one file; names and texts in another."""
+    """Features in 16 bit and thumbnails in one file; names and texts in another, which goes first and comes last."""
     from safetensors.torch import save_file
 
+    (folder / f"{GALLERY}.json").unlink(missing_ok=True)
     tensors = {
         "left": gallery.left.half().contiguous(),
         "right": gallery.right.half().contiguous(),
@@ -194,19 +195,19 @@ def load_gallery(folder: Path) -> Gallery:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    path = folder / f"{GALLERY}.safetensors"
-    if not path.exists():
-        remedy = "Finish a run of `contratile train` there first."
-        bad_value("run", expected=f"a folder with {path.name}", got=folder, remedy=remedy)
+    path, listed = folder / f"{GALLERY}.safetensors", folder / f"{GALLERY}.json"
+    if not (path.exists() and listed.exists()):
+        remedy = "Run its `contratile train` command to the end; one that was stopped or killed goes on from there."
+        bad_value("run", expected=f"a folder with {path.name} and {listed.name}", got=folder, remedy=remedy)
     try:
-        words = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        words = json.loads(listed.read_text(encoding="utf-8"))
         tensors = load_file(path)
         sizes = tensors["sizes"].tolist() if "sizes" in tensors else []
         data, start, pictures = bytes(tensors["pictures"].numpy()) if sizes else b"", 0, []
         for size in sizes:
             pictures.append(data[start : start + size])
             start += size
-        return Gallery(
+        gallery = Gallery(
             tensors["left"].float(),
             tensors["right"].float(),
             tensors["pairs"],
@@ -217,8 +218,26 @@ def load_gallery(folder: Path) -> Gallery:
             pictures,
             words["step"],
         )
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        remedy = f"Run `contratile train --config {folder / 'config.toml'}` again, which writes what is missing."
+        _check(gallery)
+        return gallery
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, RuntimeError, SafetensorError) as error:
+        again = f"contratile train --config {folder / 'config.toml'} --out {folder}"
+        remedy = f"It is damaged or of an older version: remove {listed} and run `{again}`, which writes it anew."
         bad_value(
             f"gallery of {folder}", expected="what a finished run writes", got=f"{type(error).__name__}", remedy=remedy
         )
+
+
+def _check(gallery: Gallery) -> None:
+    """Raise ValueError for parts that do not belong together: whoever made the folder, nothing is taken on trust."""
+    sides = ((gallery.left, gallery.names), (gallery.right, gallery.texts))
+    sound = isinstance(gallery.step, int) and len(gallery.kinds) == len(gallery.sides) == 2
+    sound = sound and all(isinstance(word, str) for word in (*gallery.kinds, *gallery.sides))
+    for column, (features, words) in enumerate(sides):
+        sound = sound and features.dim() == 2 and len(features) == len(words) > 0
+        sound = sound and all(isinstance(word, str) for word in words)
+        # Every item belongs to something: a picture without a text has no caption to show.
+        sound = sound and gallery.pairs.dim() == 2 and gallery.pairs.shape[1] == 2
+        sound = sound and set(gallery.pairs[:, column].tolist()) == set(range(len(words)))
+    if not sound:
+        raise ValueError("parts that do not belong together")
