@@ -19,8 +19,9 @@ from PIL import Image, ImageDraw
 import contratile as ct
 from contratile.data.catalog import DataConfig, open_source
 from contratile.train.config import RunConfig, TrainConfig
-from contratile.train.evaluate import chance, encode, load_gallery, retrieval
+from contratile.train.evaluate import chance, encode, retrieval
 from contratile.train.finish import finish, load_run
+from contratile.train.gallery import load_gallery
 from contratile.train.loop import Trainer
 from contratile.train.optim import OptimConfig
 from contratile.train.towers import TowerConfig
@@ -77,7 +78,7 @@ def main(folder: Path) -> None:
     # From here on only the folder of the run is needed.
     towers, config, _ = load_run(folder / "run", "last")
     held_out = encode(towers, open_source(config.data, "test"), chunk=64)
-    metrics, guess = retrieval(held_out), chance(len(held_out.keys))
+    metrics, guess = retrieval(held_out), chance(held_out)
     name = "text_to_image_R@5"
     print(f"{len(held_out.keys)} held-out pictures: R@5 {metrics[name]:.3f}, chance {guess[name]:.3f}")
 
@@ -87,7 +88,7 @@ def main(folder: Path) -> None:
     scores, places = ct.nearest(features, gallery.left, 3)
     print(f"nearest to {query!r}:")
     for score, place in zip(scores[0].tolist(), places[0].tolist(), strict=True):
-        print(f"  {score:.3f}  {gallery.texts[place]}")
+        print(f"  {score:.3f}  {gallery.caption(place)}")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pytest
 
 from contratile.data import Broken, DataConfig, Indexed, Loader, Stream, open_source
 from contratile.data.hub import HubStream, HubTable, open_hub
+from contratile.data.sample import left_name
 from tests.data.files import encoded, picture, shade
 
 datasets = pytest.importorskip("datasets")
@@ -184,3 +185,14 @@ def test_errors_teach(tmp_path: Path) -> None:
     torn.write_bytes(b"PAR1 torn")
     with pytest.raises(ValueError, match=r"a dataset that can be loaded, got '.*torn.parquet'"):
         open_hub(str(torn), "train")
+
+
+def test_equal_pictures_have_one_name(saved: Path, tmp_path: Path) -> None:
+    """That of their bytes; a dataset is called the same wherever it lies."""
+    pairs(range(3)).save_to_disk(tmp_path / "some")
+    source = open_hub(f"hf:{tmp_path / 'some'}", "train", test_share=None)
+    other = open_hub(f"hf:{saved / 'one'}", "train", test_share=None)
+    assert isinstance(source, HubTable) and isinstance(other, HubTable)
+    names = [left_name(source[i]) for i in range(3)]
+    assert len(set(names)) == 3 and names == [left_name(other[i]) for i in range(3)]
+    assert (source.name, other.name) == ("hf:some (train)", "hf:one (train)")

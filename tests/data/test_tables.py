@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from contratile.data import Broken, DataConfig, Indexed, Loader, open_source, tables
-from contratile.data.sample import MAX_TEXT
+from contratile.data.sample import MAX_TEXT, left_name
 from contratile.data.tables import Table
 from tests.data.files import encoded, picture, shade
 
@@ -302,3 +302,30 @@ def test_all_captions_of_a_picture_are_in_one_split(tmp_path: Path) -> None:
     train, test = (Table(file, split, test_share=0.2) for split in ("train", "test"))
     seen, held = ({row["path"] for _, row in split._rows} for split in (train, test))  # type: ignore[index]
     assert len(train) + len(test) == 1000 and 100 < len(test) < 300 and not seen & held
+
+
+def test_columns_that_are_not_used_are_known(tmp_path: Path) -> None:
+    """With what they seem to hold: a text or a picture may have been meant."""
+    file = tmp_path / "pairs.jsonl"
+    row = {
+        "anchor": "a",
+        "positive": "b",
+        "negative": "c",
+        "negative_2": ["d"],
+        "score": 0.5,
+        "id": "17",
+        "photo_2": "x.jpg",
+    }
+    file.write_text(json.dumps(row) + "\n")
+    found = table(file, left="anchor", right="positive").columns.unused
+    assert found == (("negative", "text"), ("negative_2", "text"), ("score", ""), ("id", ""), ("photo_2", "image"))
+
+
+def test_pictures_are_called_by_their_paths(tmp_path: Path) -> None:
+    pictures(tmp_path / "a")
+    file = tmp_path / "pairs.csv"
+    file.write_text("path,caption\na/0.png,zero\n./a//0.png,null\na/1.png,one\n")
+    found = [left_name(table(file)[i]) for i in range(3)]
+    assert found == ["a/0.png", "a/0.png", "a/1.png"]
+    file.write_text("anchor,positive\nsame,one\nsame,two\n")
+    assert [left_name(table(file)[i]) for i in range(2)] == ["same", "same"]

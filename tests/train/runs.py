@@ -8,7 +8,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from contratile.train import checkpoint
-from contratile.train.backbones import train_tokenizer
+from contratile.train.backbones import hide_broken_torchvision, train_tokenizer
 from contratile.train.config import SECTIONS, TrainConfig, from_dict
 from contratile.train.track import history
 
@@ -52,6 +52,7 @@ SHAPE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden
 
 def clip_folder(folder: Path) -> Path:
     """A small CLIP with tokenizer and image facts, as the hub would have it."""
+    hide_broken_torchvision()
     from transformers import CLIPConfig, CLIPModel
 
     tokenizer = _tokenizer(folder)
@@ -65,6 +66,7 @@ def clip_folder(folder: Path) -> Path:
 
 def siglip_folder(folder: Path) -> Path:
     """A small SigLIP with tokenizer; image facts are left to their defaults."""
+    hide_broken_torchvision()
     from transformers import SiglipConfig, SiglipModel
 
     vocabulary = _tokenizer(folder).get_vocab_size()
@@ -76,6 +78,7 @@ def siglip_folder(folder: Path) -> Path:
 
 def sentence_folder(folder: Path) -> Path:
     """A small BERT with tokenizer: a text model of transformers, and of sentence-transformers."""
+    hide_broken_torchvision()
     from transformers import BertConfig, BertModel
 
     vocabulary = _tokenizer(folder).get_vocab_size()

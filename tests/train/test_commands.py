@@ -12,8 +12,9 @@ from contratile.cli import main
 from contratile.data.catalog import open_source
 from contratile.data.loader import Batch
 from contratile.train.config import to_toml
-from contratile.train.evaluate import encode, load_gallery
+from contratile.train.evaluate import encode
 from contratile.train.finish import load_run
+from contratile.train.gallery import load_gallery
 from contratile.train.loop import Trainer
 from tests.train.runs import shapes, small
 

@@ -14,14 +14,21 @@ import torch
 from torch import nn
 
 from contratile.bench.cases import cure_torchvision
+from contratile.train.config import load_config
+from contratile.train.loop import Trainer
 from contratile.train.optim import (
+    PRETRAINED,
+    SCRATCH,
     OptimConfig,
     clamp_scale,
     decays,
     learning_rate,
     make_optimizer,
     parameter_groups,
+    resolved,
 )
+from contratile.train.towers import TowerConfig, build_towers
+from tests.train.runs import clip_folder, shapes, small, weights
 
 
 class Model(nn.Module):
@@ -223,3 +230,84 @@ def test_the_scale_is_clamped() -> None:
         assert log_scale.item() == pytest.approx(after) and log_scale.requires_grad
     clamp_scale(log_scale.data.fill_(9.0), most=50.0)
     assert log_scale.item() == pytest.approx(math.log(50))
+
+
+# --- rates that follow the towers ---------------------------------------------------------------------------------
+
+
+def rates(towers: nn.Module, config: OptimConfig) -> dict[str, float]:
+    """The factor on the learning rate of each trainable parameter."""
+    of = {id(p): name for name, p in towers.named_parameters()}
+    groups = make_optimizer(towers, config).param_groups
+    return {of[id(p)]: group.get("lr_scale", 1.0) * config.rate for group in groups for p in group["params"]}
+
+
+def test_what_starts_from_scratch_learns_fast() -> None:
+    towers = build_towers(TowerConfig(width=32, depth=1), texts=["a", "b"])
+    config = resolved(OptimConfig(), towers)
+    assert (config.lr, config.backbone_lr) == (SCRATCH, None)
+    assert len(make_optimizer(towers, config).param_groups) == 2, "as in checkpoints of older versions"
+
+
+def test_a_pretrained_backbone_learns_slowly_and_its_head_fast(tmp_path: Path) -> None:
+    name = f"hf:{clip_folder(tmp_path)}"
+    for options, rest in (({}, ["log_scale"]), ({"head": "linear"}, ["head", "log_scale"])):
+        towers = build_towers(TowerConfig(towers=name, **options))  # type: ignore[arg-type]
+        config = resolved(OptimConfig(), towers)
+        assert (config.lr, config.backbone_lr) == (SCRATCH, PRETRAINED)
+        for parameter, rate in rates(towers, config).items():
+            fast = any(word in parameter for word in rest)
+            assert rate == pytest.approx(SCRATCH if fast else PRETRAINED), parameter
+    locked = build_towers(TowerConfig(towers=name, lock="both", head="linear"))
+    assert resolved(OptimConfig(), locked).backbone_lr is None
+    mixed = build_towers(TowerConfig(towers=name, lock="image", head="linear"))
+    found = rates(mixed, resolved(OptimConfig(), mixed))
+    assert {name.split(".")[0] for name, rate in found.items() if rate == pytest.approx(PRETRAINED)} == {"right"}
+
+
+def test_a_rate_that_is_given_is_that_of_everything(tmp_path: Path) -> None:
+    towers = build_towers(TowerConfig(towers=f"hf:{clip_folder(tmp_path)}"))
+    config = resolved(OptimConfig(lr=3e-4), towers)
+    assert (config.lr, config.backbone_lr) == (3e-4, None)
+    assert set(rates(towers, config).values()) == {3e-4}
+    both = resolved(OptimConfig(lr=3e-4, backbone_lr=1e-6), towers)
+    assert sorted(set(rates(towers, both).values())) == pytest.approx([1e-6, 3e-4])
+
+
+def test_rates_of_backbones_that_are_not_there() -> None:
+    towers = build_towers(TowerConfig(width=32, depth=1), texts=["a"])
+    with pytest.raises(ValueError, match="backbone_lr: expected a pretrained backbone that is not locked, got 1e-05"):
+        resolved(OptimConfig(backbone_lr=1e-5), towers)
+    with pytest.raises(ValueError, match="lr: expected more than 0 beside a backbone_lr"):
+        OptimConfig(lr=0.0, backbone_lr=1e-5)
+    with pytest.raises(ValueError, match=r"min_lr: expected at most lr = 0\.001"):
+        OptimConfig(min_lr=1.0)
+
+
+def test_rates_are_saved_and_a_run_goes_on_with_them(tmp_path: Path) -> None:
+    """The same command goes on with the same rates, and other ones may be given."""
+    table, folder = shapes(tmp_path / "shapes", sizes=1), clip_folder(tmp_path / "clip")
+    whole, half = (
+        small(table, tmp_path / name, towers=f"hf:{folder}", lr=None, batch=16, pixels=0, steps=4, save_every=2)
+        for name in ("whole", "half")
+    )
+    Trainer(whole).run()
+    saved = load_config(tmp_path / "whole" / "config.toml").optim
+    assert (saved.lr, saved.backbone_lr) == (SCRATCH, PRETRAINED)
+    stopped = Trainer(half)
+    for batch in stopped.loader:
+        if stopped.step == 2:
+            break
+        stopped.train_step(batch)
+        stopped.step += 1
+    stopped.save()
+    again = Trainer(half)
+    assert again.step == 2 and again.rates == stopped.rates
+    again.run()
+    groups = again.optimizer.param_groups
+    assert [group["lr"] / groups[0]["lr"] for group in groups] == pytest.approx(again.rates)
+    assert sorted(set(again.rates)) == pytest.approx([PRETRAINED / SCRATCH, 1.0])
+    a, b = weights(tmp_path / "whole"), weights(tmp_path / "half")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    other = Trainer(small(table, tmp_path / "half", towers=f"hf:{folder}", lr=5e-4, batch=16, pixels=0, steps=4))
+    assert (other.config.optim.lr, other.config.optim.backbone_lr, set(other.rates)) == (5e-4, 5e-4, {1.0})

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import mmap
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from rich.console import Console
 
 from contratile.train.config import LossConfig, RunConfig, TrainConfig
 from contratile.train.track import DENSE_MATRICES, METRICS, Tracker, history, line, memory_now, rewind, size
+from contratile.train.words import in_a_line
 
 ROOT = Path(__file__).parent.parent.parent
 FACTS = {"loss": 8.25, "top1": 0.0125, "scale": 14.29, "lr": 1e-3, "pairs": 4096.0, "seconds": 2.0, "epoch": 0}
@@ -196,3 +198,16 @@ def test_tensorboard_reads_the_run(tmp_path: Path) -> None:
     tags = {"train/loss", "train/lr", "train/samples_per_second", "train/memory", "eval/text_to_image_R@10"}
     assert tags <= set(board.Tags()["scalars"])
     assert [(event.step, event.value) for event in board.Scalars("train/loss")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_lines_of_an_evaluation_break_between_words(tmp_path: Path, terminal: bool) -> None:
+    """In a terminal of 80 columns; a file has whole lines."""
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=80, color_system=None)
+    metrics = {f"{way}_R@{k}": 0.123456 for way in ("text_to_image", "image_to_text") for k in (1, 5, 10)}
+    with Tracker(config(tmp_path), steps=2, console=console) as tracker:
+        tracker.evaluation(1, metrics)
+    (told,) = re.findall(r"step 1: .*?image to text.*?R@10 \S+", said(console), re.DOTALL)
+    words = f"step 1: {in_a_line(metrics)}".split()
+    assert told.split() == words
+    assert max(map(len, told.splitlines())) <= 80 if terminal else "\n" not in told

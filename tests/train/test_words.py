@@ -1,6 +1,6 @@
 """Metrics in words."""
 
-from contratile.train.words import in_a_line, table
+from contratile.train.words import in_a_line, in_words, table
 
 METRICS = {
     "image_to_text_mean_rank": 12.34,
@@ -31,3 +31,31 @@ def test_a_table() -> None:
         "right to left",
         "left to right",
     ]
+
+
+def test_sides_have_the_names_of_columns() -> None:
+    sides = ("question", "answer")
+    assert in_a_line(METRICS, sides).startswith("answer to question R@1 0.25, ")
+    assert table(METRICS, {}, sides)[1].startswith("answer to question  0.2500")
+    assert in_words("image_to_text_R@5_pairwise", sides) == "question to answer R@5, pair by pair"
+    assert in_words("text_to_image_median_rank", sides) == "answer to question median rank"
+    assert in_words("zero_shot_top1", sides) == "zero shot top1"
+
+
+def test_both_kinds_of_metrics() -> None:
+    """Where images repeat, each direction has a chance of its own."""
+    metrics = {"text_to_image_R@1": 0.5, "image_to_text_R@1": 0.75}
+    metrics |= {f"{name}_pairwise": value / 5 for name, value in metrics.items()}
+    chance = {"text_to_image_R@1": 0.1, "image_to_text_R@1": 0.2}
+    chance |= {f"{name}_pairwise": 0.02 for name in chance}
+    assert table(metrics, chance, ("image", "text")) == [
+        "                             R@1",
+        "text to image                0.5000",
+        "  chance                     0.1000",
+        "image to text                0.7500",
+        "  chance                     0.2000",
+        "text to image, pair by pair  0.1000",
+        "image to text, pair by pair  0.1500",
+        "chance, pair by pair         0.0200",
+    ]
+    assert in_a_line(metrics) == "text to image R@1 0.5 · image to text R@1 0.75"

@@ -4,10 +4,11 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from contratile.cli.extras import TRAIN, missing
+from contratile.cli.extras import TRAIN, missing, quiet_progress
 from contratile.errors import bad_value
 
 
@@ -25,6 +26,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", help="other data than the run's, named as in `contratile train`")
     parser.add_argument("--left", default="", help="column of the image or first text of --data, if it must be named")
     parser.add_argument("--right", default="", help="column of the text of --data, if it must be named")
+    parser.add_argument("--root", type=Path, help="folder of the pictures of --data, if they are not beside it")
     parser.add_argument(
         "--split", choices=("test", "train", "all"), help="which pairs (default: test; all if --data is given)"
     )
@@ -46,9 +48,10 @@ def evaluate(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
     if missing("eval", TRAIN, "train"):
         return 1
+    quiet_progress()
     try:
         _evaluate(options)
-    except (ValueError, TypeError, ImportError, OSError) as error:
+    except (ValueError, TypeError, ImportError, OSError, FloatingPointError) as error:
         print(f"contratile eval: {error}", file=sys.stderr)
         return 2
     return 0
@@ -58,17 +61,23 @@ def _evaluate(options: Any) -> None:
     from rich.console import Console
 
     from contratile.data.catalog import open_source
-    from contratile.train.evaluate import TEMPLATES, best_device, chance, encode, labelled, retrieval, zero_shot
+    from contratile.train.evaluate import TEMPLATES, best_device, chance, encode, labelled, not_finite, retrieval
+    from contratile.train.evaluate import zero_shot as classified
     from contratile.train.finish import left_out, load_run
     from contratile.train.loop import check_kinds
-    from contratile.train.words import table
+    from contratile.train.words import side_names, table
 
     # Files are read first: a wrong name is told before the work.
     names = lines(options.classes) if options.classes else []
     templates = lines(options.templates) if options.templates else TEMPLATES
+    for name in ("left", "right", "root"):
+        if getattr(options, name) and options.data is None:
+            remedy = "The run's own data is read as it was in training."
+            bad_value(f"--{name}", expected="other data (--data)", got=getattr(options, name), remedy=remedy)
     towers, config, step = load_run(options.run, options.weights)
     data, split = _data(config.data, options)
-    source = open_source(data, split)
+    # With "all" the data serves as test data of its own, which is used whole.
+    source = open_source(*((replace(data, test_data=data.data), "test") if split == "all" else (data, split)))
     check_kinds(source, towers.kinds)
     with Console(stderr=True).status("encoding") as status:
         found = encode(
@@ -79,15 +88,20 @@ def _evaluate(options: Any) -> None:
             broken_limit=data.broken_limit,
             notify=lambda done: status.update(f"encoding: {done:,} pairs"),
         )
+    wrong = not_finite(found, towers.kinds)
+    if wrong:
+        remedy = "Evaluate another checkpoint with --weights."
+        raise FloatingPointError(f"the weights of step {step} give {wrong}: expected finite numbers. {remedy}")
     metrics = {"step": step, "pairs": len(found.keys), "broken": found.broken, **retrieval(found)}
     if names:
         rows = labelled(found.texts, names).rows
-        metrics |= {"classes": len(names), "classified": len(rows), **zero_shot(towers, found, names, templates)}
+        metrics |= {"classes": len(names), "classified": len(rows), **classified(towers, found, names, templates)}
     if options.json:
         print(json.dumps(metrics))
         return
-    print(f"{len(found.keys):,} pairs of {source.name}{left_out(found)}, weights of step {step}")
-    print("\n".join(table(metrics, chance(len(found.keys)), towers.kinds)))
+    called = source.name.replace("(test", "(all", 1) if split == "all" else source.name
+    print(f"{len(found.keys):,} pairs of {called}{left_out(found)}, weights of step {step}")
+    print("\n".join(table(metrics, chance(found), side_names(source))))
     if names:
         print(f"zero-shot, {len(names):,} classes, {metrics['classified']:,} samples whose text is one of them")
         for k in (1, 5):
@@ -96,15 +110,23 @@ def _evaluate(options: Any) -> None:
 
 
 def _data(config: Any, options: Any) -> tuple[Any, Any]:
-    """The data and its split. What serves as test data of its own is used whole."""
-    from dataclasses import replace
+    """The data and its split: test, train or all."""
+    from contratile.train.places import absent
 
     if options.broken_limit is not None:
         config = replace(config, broken_limit=options.broken_limit)
     if options.data is not None:
-        config = replace(config, data=options.data, test_data="", left=options.left, right=options.right, root=None)
-    split = options.split or ("all" if options.data is not None else "test")
-    return (replace(config, test_data=config.data), "test") if split == "all" else (config, split)
+        given = {name: getattr(options, name) for name in ("data", "left", "right", "root")}
+        return replace(config, test_data="", **given), options.split or "all"
+    split = options.split or "test"
+    name = config.test_data if split == "test" and config.test_data else config.data
+    gone = absent(name)
+    if gone:
+        words = "".join(f" --{side} {getattr(config, side)}" for side in ("left", "right") if getattr(config, side))
+        whole = split == "all" or (split == "test" and config.test_data)
+        remedy = f"If it has moved, name its new place: --data PATH{words} --split {'all' if whole else split}."
+        bad_value("data of the run", expected="what it was trained on", got=f"nothing at {gone}", remedy=remedy)
+    return config, split
 
 
 def lines(path: Path) -> list[str]:

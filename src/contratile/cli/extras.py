@@ -1,5 +1,6 @@
-"""Commands that need more than torch say so."""
+"""Commands that need more than torch say so; other packages' bars stay out of logs."""
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -15,6 +16,13 @@ def missing(command: str, packages: Sequence[str], extra: str) -> bool:
         remedy = f'pip install "contratile[{extra}]"'
         print(f"contratile {command}: needs {', '.join(absent)}; install with: {remedy}", file=sys.stderr)
     return bool(absent)
+
+
+def quiet_progress() -> None:
+    """No progress bars of other packages where nobody watches. To be called before they are imported."""
+    if not sys.stderr.isatty():
+        for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")
 
 
 def _there(name: str) -> bool:

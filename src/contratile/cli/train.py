@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from contratile.cli.extras import TRAIN, missing
+from contratile.cli.extras import TRAIN, missing, quiet_progress
 
 if TYPE_CHECKING:
     from contratile.train.config import TrainConfig
@@ -17,6 +17,7 @@ def train(argv: Sequence[str]) -> int:
     """Train two encoders; everything is an option, and a recipe sets many at once."""
     if missing("train", TRAIN, "train"):
         return 1
+    quiet_progress()
     import torch
 
     try:
@@ -57,6 +58,7 @@ def _train(config: "TrainConfig") -> int:
 
     from contratile.train.evaluate import chance
     from contratile.train.finish import finish
+    from contratile.train.header import header
     from contratile.train.loop import BEST, Trainer
     from contratile.train.words import table
 
@@ -65,7 +67,11 @@ def _train(config: "TrainConfig") -> int:
         trainer = Trainer(
             config, notify=status.update, say=lambda text: console.print(text, markup=False, highlight=False)
         )
+    config = trainer.config  # with the rates and paths that were left open
     run = config.run.out
+    if trainer.main:
+        for line in header(trainer):
+            console.print(line, markup=False, highlight=False, soft_wrap=not console.is_terminal)
     if trainer.main and trainer.resumed is not None:
         console.print(f"continuing at step {trainer.step} of {trainer.steps}", highlight=False)
     outcome = trainer.run()
@@ -80,9 +86,9 @@ def _train(config: "TrainConfig") -> int:
         print(f"nothing left to do: {run} has all {outcome.step} steps; {hint}", file=sys.stderr)
         return 0
     written = finish(config, trainer.held_out, outcome)
-    guess = chance(len(outcome.encoded.keys))
+    guess = chance(outcome.encoded)
     print("\n".join(written.notes))
-    print("\n".join(table(outcome.metrics, guess, trainer.towers.kinds)))
+    print("\n".join(table(outcome.metrics, guess, trainer.sides)))
     print(f"R@10 is {outcome.metrics[BEST] / guess[BEST]:.0f} times chance")
     print(f"report: {written.report}")
     if written.sheet is not None:

@@ -1,6 +1,7 @@
 """Which two columns of a table are the pair, and how their values become a sample."""
 
 import difflib
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,6 +40,9 @@ class Columns:
     confined: bool = False
     """Paths that leave the base are refused."""
 
+    unused: tuple[tuple[str, str], ...] = ()
+    """The other columns, and what each seems to hold: "text", "image", or "" for what is not the stuff of pairs."""
+
     def name_of(self, row: Mapping[str, Any]) -> str:
         """What a row is held out by: the left side where it is a text or a path, else the caption."""
         left = row.get(self.left)
@@ -48,7 +52,9 @@ class Columns:
         """The pair in a row; raises Broken."""
         right = usable_text(row.get(self.right), key)
         left = row.get(self.left)
-        return Sample(usable_text(left, key) if self.kinds[0] == "text" else self._picture(left, key), right, key)
+        if self.kinds[0] == "text":
+            return Sample(usable_text(left, key), right, key)
+        return Sample(self._picture(left, key), right, key, _picture_name(left))
 
     def texts(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
         """The usable texts in rows."""
@@ -109,7 +115,8 @@ def choose(
         remedy = "Say which two make the pair: --left IMAGE_OR_TEXT --right TEXT."
         bad_value(f"columns of {what}", expected="names such as image and caption", got=", ".join(names), remedy=remedy)
     kind: Kind = _kind(first_row.get(left)) if left_kind == "auto" else left_kind
-    return Columns(left=left, right=right, kinds=(kind, "text"), base=base, confined=confined)
+    unused = tuple((name, _seems(value)) for name, value in first_row.items() if name not in (left, right))
+    return Columns(left=left, right=right, kinds=(kind, "text"), base=base, confined=confined, unused=unused)
 
 
 def _familiar(familiar: Sequence[str], names: list[str], taken: str) -> str:
@@ -120,6 +127,24 @@ def _familiar(familiar: Sequence[str], names: list[str], taken: str) -> str:
 def _kind(value: Any) -> Kind:
     """Text, unless it is a picture, or looks like the name or the address of one."""
     return "image" if not isinstance(value, str) or value.lower().endswith(SUFFIXES) or _address(value) else "text"
+
+
+def _seems(value: Any) -> str:
+    """What a column that nobody asked for holds: texts have letters, pictures bytes or a path."""
+    if isinstance(value, list | tuple) and value:
+        value = value[0]
+    if isinstance(value, str):
+        return _kind(value) if any(map(str.isalpha, value)) else ""
+    return "image" if isinstance(value, bytes) or (isinstance(value, Mapping) and "bytes" in value) else ""
+
+
+def _picture_name(value: Any) -> str:
+    """Equal for equal pictures: the path, or a digest of the bytes where a dataset holds them. Others have none."""
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes):
+        return hashlib.blake2b(value, digest_size=16).hexdigest()
+    return str(Path(value)) if isinstance(value, str) else ""
 
 
 def _address(value: str) -> bool:

@@ -118,7 +118,15 @@ def open_hub(
         confined=root is not None,
     )
     kind = HubStream if isinstance(dataset, datasets.IterableDataset) else HubTable
-    return kind(dataset, columns, f"{name} ({split})", split, None if own else test_share)
+    return kind(dataset, columns, f"{_called(name)} ({split})", split, None if own else test_share)
+
+
+def _called(name: str) -> str:
+    """What a dataset is called wherever it lies: a position in it stays valid when its folder moves."""
+    path, _, config = name.removeprefix("hf:").partition(":")
+    if name.endswith(".parquet"):
+        return Path(name).name
+    return f"hf:{Path(path).name}{':' * bool(config)}{config}" if Path(path).is_dir() else name
 
 
 def _load(datasets: Any, name: str, streaming: bool) -> Any:

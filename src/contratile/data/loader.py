@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from contratile.data.images import fitted, fitting
-from contratile.data.sample import Broken, Cursor, Indexed, Sample, Stream, generator
+from contratile.data.sample import Broken, Cursor, Indexed, Sample, Stream, generator, left_name
 from contratile.errors import bad_value, check_count
 
 Prepare: TypeAlias = Callable[[list[Any]], Any]
@@ -56,6 +56,9 @@ class Chunk(NamedTuple):
     keys: list[str]
     texts: list[str]
     """The right sides, as they were."""
+
+    names: list[str]
+    """Of the left sides: equal ones are the same picture or text."""
 
 
 class Batch(NamedTuple):
@@ -343,9 +346,13 @@ class _Maker(Dataset[Any]):
                 broken.append(error)
         if not samples:
             return None, broken, len(items)
-        lefts, rights, keys = (list(column) for column in zip(*samples, strict=True))
+        lefts, rights, keys, _ = (list(column) for column in zip(*samples, strict=True))
         left, right = self.prepare[0](lefts), self.prepare[1](rights)
-        return Chunk(left, right, torch.tensor(places), keys, rights), broken, len(items)
+        return (
+            Chunk(left, right, torch.tensor(places), keys, rights, [left_name(x) for x in samples]),
+            broken,
+            len(items),
+        )
 
     def _small(self, item: Any) -> Sample:
         """The sample, its picture no larger than it is needed: those of a chunk wait for each other."""

@@ -33,6 +33,9 @@ class Sample(NamedTuple):
     key: str
     """A stable name of the sample, for reports and messages."""
 
+    name: str = ""
+    """What the left side is called, if it has a name: its path, say. Samples of one name have the same left side."""
+
 
 class Broken(Exception):
     """A sample that cannot be used. The reason is worded for counting: it names nothing that differs by sample."""
@@ -113,6 +116,11 @@ def need(module: str, extra: str = "train") -> Any:
         return import_module(module)
     except ImportError as error:
         raise ImportError(f'{module} is needed for this data: pip install "contratile[{extra}]" ({error})') from error
+
+
+def left_name(sample: Sample) -> str:
+    """What tells left sides apart: a text is its own name; a picture without a path has the sample's key."""
+    return sample.name or (sample.left if isinstance(sample.left, str) else sample.key)
 
 
 def both_texts(sample: Sample) -> Iterator[str]:

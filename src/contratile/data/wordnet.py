@@ -25,6 +25,7 @@ class WordNet:
     """Word-definition pairs of one split; indexed."""
 
     kinds: Kinds = ("text", "text")
+    sides = ("word", "definition")
 
     def __init__(self, split: Split, *, folder: Path | None = None, test_share: float | None = 0.1) -> None:
         self.name = f"wordnet ({split})"

@@ -243,7 +243,7 @@ def _hf(name: str, config: TowerConfig, texts: Iterable[str], folder: Path | Non
     hide_broken_torchvision()
     from transformers import AutoModel, AutoTokenizer
 
-    if "+" in name:
+    if "+" in name and not Path(name).is_dir():
         vision_name, text_name = name.split("+", 1)
         vision, text = AutoModel.from_pretrained(vision_name), AutoModel.from_pretrained(text_name)
         _checkpoint(config, vision, text)

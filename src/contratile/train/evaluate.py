@@ -7,10 +7,8 @@ zero_shot(towers, found, names, templates)
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +19,7 @@ from contratile.data.sample import Indexed, Stream
 from contratile.errors import bad_value
 from contratile.metrics import retrieval_metrics, zero_shot_metrics
 from contratile.train.towers import Tower, Towers
+from contratile.train.words import PAIRWISE
 
 TEMPLATES = ("{}", "a photo of a {}.", "a picture of {}.")
 KS = (1, 5, 10)
@@ -34,6 +33,9 @@ class Encoded(NamedTuple):
     places: Tensor  # [N] in the source; -1 in a stream
     keys: list[str]
     texts: list[str]
+    names: list[str]
+    """Of the left sides: equal ones are the same picture or text."""
+
     broken: int = 0
     """Samples that are not among them because they could not be used."""
 
@@ -56,7 +58,7 @@ def encode(
     was_training = towers.training
     towers.eval()
     device = towers.log_scale.device
-    left, right, index, keys, texts = [], [], [], [], []
+    left, right, index, keys, texts, names = [], [], [], [], [], []
     broken: Counter[str] = Counter()
     options: dict[str, Any] = {"chunk": chunk, "limit": limit, "broken_limit": broken_limit, "broken": broken}
     try:
@@ -66,23 +68,89 @@ def encode(
             index.append(part.index)
             keys += part.keys
             texts += part.texts
+            names += part.names
             notify(len(keys))
     finally:
         towers.train(was_training)
     if not keys:
         remedy = f"All {broken.total():,} of {source.name} are broken: {', '.join(broken)}."
         bad_value("data", expected="samples to evaluate on", got="none", remedy=remedy)
-    return Encoded(torch.cat(left), torch.cat(right), torch.cat(index), keys, texts, broken.total())
+    return Encoded(torch.cat(left), torch.cat(right), torch.cat(index), keys, texts, names, broken.total())
+
+
+class Matches(NamedTuple):
+    """What repeats in encoded data, once: its distinct left sides and texts, and which belong together."""
+
+    left: Tensor  # [U]: the row where each left side comes first
+    right: Tensor  # [V]: the row where each text comes first
+    pairs: Tensor  # [P, 2]: left side and text, as places in `left` and `right`
+
+    def repeat(self, rows: int) -> bool:
+        """Whether an image or a text occurs in more than one of the rows."""
+        return not len(self.left) == len(self.right) == rows
+
+
+def matches(found: Encoded) -> Matches:
+    """The left sides of equal name and the equal texts of encoded data."""
+    left: dict[str, tuple[int, int]] = {}  # of each name its place and its first row
+    right: dict[str, tuple[int, int]] = {}
+    pairs: dict[tuple[int, int], None] = {}
+    for row, (name, text) in enumerate(zip(found.names, found.texts, strict=True)):
+        left.setdefault(name, (len(left), row))
+        right.setdefault(text, (len(right), row))
+        pairs[left[name][0], right[text][0]] = None
+    rows = [torch.tensor([row for _, row in side.values()]) for side in (left, right)]
+    return Matches(rows[0], rows[1], torch.tensor(list(pairs)))
 
 
 def retrieval(found: Encoded, ks: Sequence[int] = KS) -> dict[str, float]:
-    """How texts find their own sample and the other way round."""
-    return retrieval_metrics(found.left, found.right, ks)
+    """How texts find their own sample and the other way round.
+
+    Where images or texts repeat, a query is found by the best of all that belong to it, among distinct ones; the
+    metrics that count nothing but the pair's own other half are there too, as `..._pairwise`.
+    """
+    groups = matches(found)
+    if not groups.repeat(len(found.keys)):
+        return retrieval_metrics(found.left, found.right, ks, ties="mean")
+    left, right = found.left[groups.left], found.right[groups.right]
+    metrics = retrieval_metrics(left, right, ks, pairs=groups.pairs, ties="mean")
+    pairwise = retrieval_metrics(found.left, found.right, ks, ties="mean")
+    return metrics | {f"{name}{PAIRWISE}": value for name, value in pairwise.items()}
 
 
-def chance(n: int, ks: Sequence[int] = KS) -> dict[str, float]:
-    """What guessing would reach among n."""
-    return {f"{way}_R@{k}": min(1.0, k / n) for way in ("image_to_text", "text_to_image") for k in ks}
+def chance(found: Encoded, ks: Sequence[int] = KS) -> dict[str, float]:
+    """What guessing would reach, under the names of `retrieval`."""
+    groups, n = matches(found), len(found.keys)
+    levels: dict[str, float] = {}
+    for way, query, total in (
+        ("image_to_text", 0, len(groups.right)),
+        ("text_to_image", 1, len(groups.left)),
+    ):
+        positives = groups.pairs[:, query].bincount()
+        levels |= {f"{way}_R@{k}": _guessed(positives, total, k) for k in ks}
+        if groups.repeat(n):
+            levels |= {f"{way}_R@{k}{PAIRWISE}": min(1.0, k / n) for k in ks}
+    return levels
+
+
+def _guessed(positives: Tensor, total: int, k: int) -> float:
+    """The mean chance that k random ones of `total` hold one of a query's p: 1 - C(total - p, k) / C(total, k)."""
+    missed = torch.ones(len(positives), dtype=torch.double)
+    for drawn in range(min(k, total)):
+        missed *= (total - drawn - positives).clamp_min(0) / (total - drawn)
+    return 1 - missed.mean().item()
+
+
+def not_finite(found: Encoded, kinds: tuple[str, str]) -> str:
+    """Which tower gave features that are not finite, and how many; nothing if none did."""
+    sides = {"left": found.left, "right": found.right}
+    bad = {side: int((~torch.isfinite(x)).any(1).sum()) for side, x in sides.items()}
+    told = [
+        f"the {side} ({kind}) tower, {bad[side]:,} of {len(found.keys):,} rows"
+        for side, kind in zip(sides, kinds, strict=True)
+        if bad[side]
+    ]
+    return f"features that are not finite: {' and '.join(told)}" if told else ""
 
 
 @torch.no_grad()
@@ -124,7 +192,7 @@ def zero_shot(
 ) -> dict[str, float]:
     """Classification by the nearest class name; a sample's class is its text, and others are left out."""
     rows, targets = labelled(found.texts, names)
-    return zero_shot_metrics(found.left[rows], class_features(towers.right, names, templates), targets)
+    return zero_shot_metrics(found.left[rows], class_features(towers.right, names, templates), targets, ties="mean")
 
 
 def best_device() -> torch.device:
@@ -142,42 +210,3 @@ def to_device(inputs: Any, device: torch.device) -> Any:
     if isinstance(inputs, tuple | list):
         return type(inputs)(to_device(x, device) for x in inputs)
     return inputs
-
-
-# --- the gallery of a run: what `contratile search` looks in -------------------------------------------------------
-
-GALLERY = "gallery"
-
-
-class Gallery(NamedTuple):
-    """The held-out left side of a run."""
-
-    left: Tensor  # [N, D]
-    places: Tensor  # [N]
-    keys: list[str]
-    texts: list[str]
-    step: int
-    """Of the weights that made the features."""
-
-
-def save_gallery(found: Encoded, folder: Path, step: int) -> None:
-    """Features in 16 bit, with names and texts."""
-    from safetensors.torch import save_file
-
-    partial = folder / f"{GALLERY}.partial"
-    save_file({"left": found.left.half().contiguous(), "places": found.places.contiguous()}, partial)
-    partial.replace(folder / f"{GALLERY}.safetensors")
-    partial.write_text(json.dumps({"step": step, "keys": found.keys, "texts": found.texts}), encoding="utf-8")
-    partial.replace(folder / f"{GALLERY}.json")
-
-
-def load_gallery(folder: Path) -> Gallery:
-    from safetensors.torch import load_file
-
-    path = folder / f"{GALLERY}.safetensors"
-    if not path.exists():
-        remedy = "Finish a run of `contratile train` there first."
-        bad_value("run", expected=f"a folder with {path.name}", got=folder, remedy=remedy)
-    names = json.loads((folder / f"{GALLERY}.json").read_text(encoding="utf-8"))
-    tensors = load_file(path)
-    return Gallery(tensors["left"].float(), tensors["places"], names["keys"], names["texts"], names["step"])

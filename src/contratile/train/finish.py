@@ -6,34 +6,29 @@ towers, config, step = load_run(run)                # the best checkpoint's weig
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
-
-from contratile.data.sample import Indexed, Source
+from contratile.data.sample import Source
 from contratile.errors import bad_value
-from contratile.metrics import nearest
 from contratile.tiles import plan_tiles
 from contratile.train import checkpoint
 from contratile.train.config import CONFIG, TrainConfig, load_config, to_dict
-from contratile.train.evaluate import Encoded, chance, save_gallery
+from contratile.train.evaluate import Encoded, chance
+from contratile.train.gallery import Gallery, Side, found_rows, make_gallery, save_gallery
+from contratile.train.places import absent_towers
 from contratile.train.report import SheetRow, contact_sheet, png, write_report
 from contratile.train.towers import Towers, build_towers
 from contratile.train.track import DENSE_MATRICES, history, size
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from contratile.train.loop import Outcome
 
 ROWS, COLUMNS = 8, 8
 """Of the contact sheet."""
 
-LARGE = 512
-"""Pixels of an edge that are more than enough for a sheet."""
+TEXTS = 3
+"""Of text pairs, what is shown for each query."""
 
 
 class Written(NamedTuple):
@@ -48,8 +43,11 @@ def finish(config: TrainConfig, source: Source, outcome: Outcome) -> Written:
     """Write what is looked at after a run. `source` is the held-out data."""
     run, encoded = config.run.out, outcome.encoded
     assert encoded is not None, "only the main process of a run that was finished has something to write"
-    save_gallery(encoded, run, outcome.step)
-    sheet = held_out_sheet(source, encoded)
+    gallery = make_gallery(encoded, source, outcome.step)
+    save_gallery(gallery, run)
+    pictures = gallery.kinds[0] == "image"
+    found = held_out_rows(gallery, COLUMNS if pictures else TEXTS)
+    sheet = png(contact_sheet(found, columns=COLUMNS)) if pictures else None
     path = None
     if sheet is not None:
         path = run / "contact_sheet.png"
@@ -65,15 +63,25 @@ def finish(config: TrainConfig, source: Source, outcome: Outcome) -> Written:
         f"Every step compared {n:,} pairs with each other. The loss did it in a workspace of {size(workspace)}; "
         f"a dense loss would have taken {size(DENSE_MATRICES * 4 * n * n)}.",
     ]
+    if len(gallery.names) != len(encoded.keys) or len(gallery.texts) != len(encoded.keys):
+        counts = [
+            f"{len(items):,} of {side}"
+            for items, side in zip((gallery.names, gallery.texts), gallery.sides, strict=True)
+        ]
+        notes.insert(
+            1, f"What repeats was counted once ({', '.join(counts)}), and all that belongs to a query as found."
+        )
     report = write_report(
         run,
-        title=f"{config.towers.towers} on {config.data.data}",
+        title=f"{config.towers.towers} on {source.name.partition(' (')[0]}",
         config=to_dict(config),
         history=history(run),
         final=outcome.metrics,
-        chance=chance(len(encoded.keys)),
+        chance=chance(encoded),
         sheet=sheet or b"",
+        found=() if pictures else found,
         notes=notes,
+        sides=gallery.sides,
     )
     return Written(report, path, notes)
 
@@ -83,45 +91,13 @@ def left_out(encoded: Encoded) -> str:
     return f" ({encoded.broken:,} broken ones are left out)" if encoded.broken else ""
 
 
-def held_out_sheet(source: Source, encoded: Encoded) -> bytes | None:
-    """A few held-out texts, spread over the data, with their nearest images. None where there are no images to show."""
-    if source.kinds[0] != "image" or not isinstance(source, Indexed):
-        return None
-    texts = list(dict.fromkeys(encoded.texts))
-    asked = texts[:: max(1, len(texts) // ROWS)][:ROWS]
-    first = torch.tensor([encoded.texts.index(text) for text in asked])
-    rows = found_rows(source, asked, encoded.right[first], encoded.left, encoded.places, encoded.texts)
-    return png(contact_sheet(rows, columns=COLUMNS))
-
-
-def found_rows(
-    source: Source,
-    queries: Sequence[str],
-    features: Tensor,
-    gallery: Tensor,
-    places: Tensor,
-    texts: Sequence[str],
-    k: int = COLUMNS,
-) -> list[SheetRow]:
-    """The k nearest of each query, with their images where the source has them."""
-    scores, best = nearest(features, gallery, k)
-    rows = []
-    for query, row, found in zip(queries, scores.tolist(), best.tolist(), strict=True):
-        captions = [texts[number] for number in found]
-        images = [picture(source, int(places[number])) for number in found]
-        rows.append(SheetRow(query, images, captions, [text == query for text in captions], row))
-    return rows
-
-
-def picture(source: Source, index: int) -> Image:
-    """Large ones reduced, as all of a sheet are held at once."""
-    assert isinstance(source, Indexed)
-    image = source[index].left
-    assert not isinstance(image, str)
-    if max(image.size) > LARGE:
-        image = image.copy()  # what a source gives is its own
-        image.thumbnail((LARGE, LARGE))
-    return image
+def held_out_rows(gallery: Gallery, k: int) -> list[SheetRow]:
+    """A few held-out texts, spread over the data, with what is nearest to them on the other side."""
+    # Of text pairs the left side asks, as in `contratile search`.
+    among: Side = "left" if gallery.kinds[0] == "image" else "right"
+    texts, features = (gallery.texts, gallery.right) if among == "left" else (gallery.names, gallery.left)
+    asked = list(range(len(texts)))[:: max(1, len(texts) // ROWS)][:ROWS]
+    return found_rows(gallery, [texts[item] for item in asked], features[asked], k=k, among=among)
 
 
 class Run(NamedTuple):
@@ -150,6 +126,10 @@ def load_run(run: Path, weights: str = "best") -> Run:
         folder = best
     if folder is None:
         bad_value("run", expected="a checkpoint", got=run, remedy="The run was stopped before its first one.")
+    gone = absent_towers(config.towers.towers)
+    if gone:
+        remedy = f"Put it back, or write its new place into {run / CONFIG}: towers = ..."
+        bad_value("towers of the run", expected=f"a model at {gone}", got="nothing", remedy=remedy)
     towers = build_towers(config.towers, folder=run, bias=config.loss.loss == "siglip")
     state, facts = checkpoint.load(folder.resolve())
     towers.load_state_dict(state["model"])

@@ -10,13 +10,15 @@ the checkpoint, so a run that was killed goes on as if it had not been.
 from __future__ import annotations
 
 import math
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +29,12 @@ from contratile.data.sample import Source
 from contratile.errors import bad_value
 from contratile.grad_cache import GradCache
 from contratile.train import checkpoint
-from contratile.train.config import TrainConfig, save_config, to_dict
-from contratile.train.evaluate import Encoded, encode, retrieval, to_device
+from contratile.train.config import CONFIG, TrainConfig, load_config, save_config, to_dict
+from contratile.train.evaluate import Encoded, encode, not_finite, retrieval, to_device
 from contratile.train.locked import kept_outputs, rows_of
 from contratile.train.objective import Objective
-from contratile.train.optim import clamp_scale, learning_rate, make_optimizer
+from contratile.train.optim import clamp_scale, learning_rate, make_optimizer, resolved
+from contratile.train.places import located
 from contratile.train.resume import check_options, find_checkpoint, run_of
 from contratile.train.sharding import (
     FROM_ACCELERATE,
@@ -45,6 +48,7 @@ from contratile.train.sharding import (
 )
 from contratile.train.towers import Finish, Tower, Towers, build_towers, save_recipe
 from contratile.train.track import Tracker
+from contratile.train.words import side_names
 
 SIDES = ("left", "right")
 BEST = "text_to_image_R@10"
@@ -77,8 +81,8 @@ class Trainer:
         from accelerate.state import AcceleratorState
         from accelerate.utils import patch_environment, set_seed
 
+        self.config = config = located(config)
         run = config.run
-        self.config = config
         if run.precision == "fp16" and (run.cpu or not torch.accelerator.is_available()):
             remedy = "fp16 needs an accelerator; bf16 has the range of fp32."
             bad_value("precision", expected="fp32 or bf16 on a CPU", got="fp16", remedy=remedy)
@@ -108,6 +112,7 @@ class Trainer:
                     save_recipe(self.towers, run.out)
             self.accelerator.wait_for_everyone()
         check_kinds(self.source, self.towers.kinds)
+        self.sides = side_names(self.held_out)
         self.towers.to(self.accelerator.device).train()
 
         self.loader = Loader(
@@ -135,9 +140,13 @@ class Trainer:
         self.kept = {side: outputs for side, outputs in kept.items() if outputs is not None}
         self.objective = Objective(config.loss)
         self.cache = GradCache(self._encoders(), self.objective, chunk_size=run.chunk, offload=run.offload)
+        before = run_of(self.resumed) / CONFIG if self.resumed else None
+        saved = load_config(before).optim if before is not None and before.exists() else None
+        self.config = config = replace(config, optim=resolved(config.optim, self.towers, saved))
         optimizer = make_optimizer(self.towers, config.optim)
+        self.rates = [group.get("lr_scale", 1.0) for group in optimizer.param_groups]
         self.optimizer = self.accelerator.prepare_optimizer(without_foreach(optimizer) if self.sharded else optimizer)
-        self.step, self.best = 0, -math.inf
+        self.step, self.best, self.evaluated = 0, -math.inf, -1
         if self.resumed is not None:
             self._restore(self.resumed)
         if self.main:
@@ -151,7 +160,7 @@ class Trainer:
         encoded: Encoded | None = None
         with Tracker(self.config, steps=self.steps, step=self.step, main=self.main) as tracker, signals() as received:
             if self.step == 0:
-                tracker.evaluation(0, self.evaluate()[0], self.towers.kinds)  # what training starts from
+                tracker.evaluation(0, self.evaluate()[0], self.sides)  # what training starts from
             for batch in self.loader:
                 if self.step >= self.steps or self._agree(bool(received)):
                     break
@@ -163,9 +172,9 @@ class Trainer:
                 last, better = self.step == self.steps, False
                 if self.step % evaluate_at == 0 or last:
                     metrics, encoded = self.evaluate()
-                    tracker.evaluation(self.step, metrics, self.towers.kinds)
+                    tracker.evaluation(self.step, metrics, self.sides)
                     better = metrics[BEST] > self.best
-                    self.best = max(self.best, metrics[BEST])
+                    self.best = metrics[BEST] if better else self.best
                 if self.step % save_at == 0 or last or better:
                     self.save(best=better)
             if self.step < self.steps:
@@ -176,8 +185,8 @@ class Trainer:
         """One global batch."""
         optim, towers = self.config.optim, self.towers
         rate = learning_rate(optim, self.step, self.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        for group, scale in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * scale
         self.optimizer.zero_grad()
         learned = {"scale": towers.log_scale.exp()}
         if towers.bias is not None:
@@ -187,9 +196,13 @@ class Trainer:
         self.accelerator.backward(loss)
         loss = self.accelerator.reduce(loss.detach(), "mean")
         if not torch.isfinite(loss):
-            self._diagnose(float(loss))
+            self._set_aside()
+            self._diagnose(f"the loss of step {self.step + 1} is {float(loss)}")
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = self.accelerator.clip_grad_norm_(trained, optim.clip_grad or math.inf)
+        # Of fp16, whose gradients are scaled up, accelerate leaves such a step out and lowers the factor.
+        if self.config.run.precision != "fp16" and not math.isfinite(float(norm)):
+            self._diagnose(f"the norm of the gradient of step {self.step + 1} is {float(norm)}")
         self.optimizer.step()
         clamp_scale(towers.log_scale, self.config.loss.max_scale)
         facts = {"loss": float(loss), "lr": rate, "scale": scale_of(towers), "grad_norm": float(norm)}
@@ -217,17 +230,25 @@ class Trainer:
         from accelerate.utils import broadcast_object_list
 
         found: Encoded | None = None
-        told: list[dict[str, float]] = [{}]
+        told: list[tuple[str, dict[str, float]]] = [("", {})]
         if self.main or self.sharded:
             with self.accelerator.autocast():
                 limit = self.config.data.broken_limit
                 found = encode(self.towers, self.held_out, chunk=self.config.run.chunk, broken_limit=limit)
         if self.main and found is not None:
-            told = [retrieval(found) | ({"skipped": found.broken} if found.broken else {})]
-        return broadcast_object_list(told)[0], found if self.main else None
+            wrong = not_finite(found, self.towers.kinds)
+            skipped: dict[str, float] = {"skipped": found.broken} if found.broken else {}
+            told = [(wrong, {} if wrong else retrieval(found) | skipped)]
+        wrong, metrics = broadcast_object_list(told)[0]
+        if wrong:
+            self._diagnose(f"evaluation after step {self.step} found {wrong}")
+        self.evaluated = self.step
+        return metrics, found if self.main else None
 
     def save(self, *, best: bool = False) -> None:
-        """Everything that decides the next step, by the main process."""
+        """Everything that decides the next step, by the main process. Weights that are not finite are not saved."""
+        if not all(finite(p) for p in self.towers.parameters()):
+            self._diagnose(f"step {self.step} has left weights that are not finite")
         random, positions = (gather_objects(x) for x in (checkpoint.random_state(), self.loader.state_dict()))
         state = {"model": whole(self.towers.state_dict()), "optimizer": whole(self.optimizer.state_dict())}
         if self.main:
@@ -289,8 +310,21 @@ class Trainer:
         flag = torch.tensor(float(stop), device=self.accelerator.device)
         return bool(self.accelerator.reduce(flag, "sum") > 0)
 
-    def _diagnose(self, loss: float) -> None:
-        """Stop, and tell what was not finite."""
+    def _set_aside(self) -> None:
+        """A checkpoint of the present weights, which give no finite loss, is none to go on from: it loses its name.
+
+        Not so if an evaluation has found them in order: then it is this batch alone.
+        """
+        folder = self.config.run.out / "checkpoints" / checkpoint.step_name(self.step)
+        best = self.config.run.out / "best"
+        if self.main and folder.is_dir() and self.evaluated != self.step and best.resolve() != folder.resolve():
+            aside = folder.with_name(f"diverged-{folder.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+        self.accelerator.wait_for_everyone()
+
+    def _diagnose(self, what: str) -> NoReturn:
+        """Stop, and tell what was not finite. Checkpoints stay as they are: the run goes on from the last one."""
         named = list(self.towers.named_parameters())
         weights = [name for name, p in named if not finite(p)]
         grads = [name for name, p in named if p.grad is not None and not finite(p.grad)]
@@ -301,11 +335,13 @@ class Trainer:
             f"scale {scale_of(self.towers):.4g}, learning rate {self.optimizer.param_groups[0]['lr']:.3g}",
             f"last checkpoint: {last or 'none'}",
         ]
-        raise FloatingPointError(
-            f"the loss of step {self.step + 1} is {loss}: expected a finite one. " + "; ".join(facts) + ". "
+        remedy = (
             "Lower the learning rate, lengthen the warm-up, clip gradients (--clip-grad 1), or use --precision bf16 "
             "instead of fp16, then resume from the last checkpoint."
         )
+        if last is not None and last.name == checkpoint.step_name(self.step) and self.resumed is not None:
+            remedy += f" If that comes at once again, remove {last} to resume from the one before it."
+        raise FloatingPointError(f"{what}: expected finite numbers. {'; '.join(facts)}. {remedy}")
 
 
 def check_sharding(config: TrainConfig, world: int) -> None:

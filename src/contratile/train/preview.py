@@ -35,7 +35,8 @@ def preview(row: SheetRow, console: Console) -> None:
     for place, (image, caption, hit) in enumerate(found):
         score = f"{row.scores[place]:.3f}" if row.scores else ""
         text = _plain(shortened(caption, CAPTION) + (" (its own)" if hit else ""))
-        table.add_row(str(place + 1), score, *([thumbnail(image)] if colours else []), text)
+        shown = [_plain("") if image is None else thumbnail(image)] if colours else []
+        table.add_row(str(place + 1), score, *shown, text)
     console.print(table)
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from contratile.errors import bad_value
 from contratile.train.curves import curve
 from contratile.train.track import numbers, size
+from contratile.train.words import PAIRWISE, PICTURES, in_words
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -35,12 +36,16 @@ class SheetRow(NamedTuple):
     """A query and what was found for it, best first."""
 
     query: str
-    images: Sequence[Image]
+    images: Sequence[Image | None]
+    """None for a picture that is not there; empty where texts were found."""
+
     captions: Sequence[str]
     hits: Sequence[bool]
-    """Whether an image is the one, or one of those, that belong to the query."""
+    """Whether what was found is the one, or one of those, that belong to the query."""
 
     scores: Sequence[float] = ()
+    names: Sequence[str] = ()
+    """Of images: their paths or keys."""
 
 
 def contact_sheet(rows: Sequence[SheetRow], *, columns: int = 8, size: int = 96) -> Image:
@@ -63,7 +68,8 @@ def contact_sheet(rows: Sequence[SheetRow], *, columns: int = 8, size: int = 96)
         found = zip(row.images, row.captions, row.hits, strict=True)
         for place, (image, caption, hit) in enumerate(list(found)[:columns]):
             left, up = _GAP + place * (size + _GAP), top + query_height + 4
-            sheet.paste(fitted(image, size), (left, up))
+            if image is not None:
+                sheet.paste(fitted(image, size), (left, up))
             _frame(draw, left, up, size, hit)
             below = up + size + 4
             told = [*wrapped(caption, caption_font, size, lines=2)]
@@ -114,9 +120,7 @@ def fitted(image: Image, edge: int) -> Image:
     """In the middle of a white square. Small pictures grow by whole factors, so that their pixels stay sharp."""
     from PIL import Image
 
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        image = Image.alpha_composite(Image.new("RGBA", image.size, PAPER), image.convert("RGBA"))
-    image = image.convert("RGB")
+    image = flat(image)
     factor = edge / max(image.size)
     whole = factor >= 2
     shape = [max(1, round(length * (int(factor) if whole else factor))) for length in image.size]
@@ -124,6 +128,15 @@ def fitted(image: Image, edge: int) -> Image:
     square = Image.new("RGB", (edge, edge), PAPER)
     square.paste(image, ((edge - shape[0]) // 2, (edge - shape[1]) // 2))
     return square
+
+
+def flat(image: Image) -> Image:
+    """In RGB, what is transparent on white."""
+    from PIL import Image
+
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = Image.alpha_composite(Image.new("RGBA", image.size, PAPER), image.convert("RGBA"))
+    return image.convert("RGB")
 
 
 def _frame(draw: ImageDraw, left: int, up: int, edge: int, hit: bool) -> None:
@@ -200,19 +213,27 @@ def write_report(
     final: Mapping[str, float],
     chance: Mapping[str, float],
     sheet: bytes = b"",
+    found: Sequence[SheetRow] = (),
     notes: Sequence[str] = (),
     sheet_text: str = "Held-out texts, each with the images nearest to it; a frame and a tick mark the right one.",
+    sides: tuple[str, str] = PICTURES,
 ) -> Path:
-    """Write run/report.html: final metrics against chance, the contact sheet (a PNG), curves and the configuration."""
+    """Write run/report.html: final metrics against chance, the contact sheet (a PNG), curves and the configuration.
+
+    `found` are queries and texts, shown where there are no pictures; `sides` what left and right are called.
+    """
     parts = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(note)}</p>" for note in notes)]
     if final:
-        parts.append(_section("Held-out metrics", _metrics(final, chance)))
+        parts.append(_section("Held-out metrics", _metrics(final, chance, sides)))
     if sheet:
         address = f"data:image/png;base64,{base64.b64encode(sheet).decode()}"
         picture = f'<img src="{address}" alt="{escape(sheet_text, quote=True)}">'
         parts.append(_section("What it finds", f'<p>{escape(sheet_text)}</p><div class="sheet">{picture}</div>'))
+    if found:
+        told = f"Held-out texts ({sides[0]}), each with the nearest of the other side ({sides[1]}); ✓ marks its own."
+        parts.append(_section("What it finds", f"<p>{escape(told)}</p>{_found(found)}"))
     if history:
-        parts.append(_section("Curves", f'<div class="curves">{"".join(_curves(history, chance))}</div>'))
+        parts.append(_section("Curves", f'<div class="curves">{"".join(_curves(history, chance, sides))}</div>'))
         parts.append(_section("What it took", _table(["", ""], _costs(history))))
     parts.append(_section("Configuration", f'<div class="sections">{_configuration(config)}</div>'))
     page = (
@@ -236,25 +257,35 @@ def _section(title: str, content: str) -> str:
     return f"<h2>{escape(title)}</h2>\n{content}"
 
 
-def _metrics(final: Mapping[str, float], chance: Mapping[str, float]) -> str:
+def _found(rows: Sequence[SheetRow]) -> str:
+    """Queries in the first column, what was found for them beside it, best first."""
+    most = max(len(row.captions) for row in rows)
+    told = []
+    for row in rows:
+        cells = [f"{'✓ ' if hit else ''}{text}" for text, hit in zip(row.captions, row.hits, strict=True)]
+        told.append([row.query, *cells, *[""] * (most - len(cells))])
+    return _table(["query", *(str(place + 1) for place in range(most))], told)
+
+
+def _metrics(final: Mapping[str, float], chance: Mapping[str, float], sides: tuple[str, str]) -> str:
     rows = []
     for name, value in final.items():
         level = chance.get(name)
         beside = ["", ""] if level is None else [f"{level:.2%}", f"{value / level:.1f}" if level else ""]
-        rows.append([_words(name), f"{value:.4g}" if level is None else f"{value:.2%}", *beside])
+        rows.append([_words(name, sides), f"{value:.4g}" if level is None else f"{value:.2%}", *beside])
     return _table(["metric", "reached", "chance", "times chance"], rows, aligned=True)
 
 
-def _curves(history: Sequence[Mapping[str, Any]], chance: Mapping[str, float]) -> list[str]:
-    """Of every metric that was recorded at least twice: those of training first."""
+def _curves(history: Sequence[Mapping[str, Any]], chance: Mapping[str, float], sides: tuple[str, str]) -> list[str]:
+    """Of every metric that was recorded at least twice, those of training first; pair by pair the table is enough."""
     names = dict.fromkeys(_TITLES) | {name: None for entry in history for name in entry}
     drawn = []
     for name in names:
         points = numbers(history, name)
-        if name not in _NO_CURVE and len(points) > 1:
+        if name not in _NO_CURVE and not name.endswith(PAIRWISE) and len(points) > 1:
             percent = name in chance or name == "top1"
             form = percents if percent else "{:.4g}".format
-            drawn.append(curve(points, title=_words(name), level=chance.get(name), form=form))
+            drawn.append(curve(points, title=_words(name, sides), level=chance.get(name), form=form))
     return drawn
 
 
@@ -301,5 +332,5 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[Any]], *, aligned: bool 
     return f'<div class="wide"><table>{top}<tbody>{body}</tbody></table></div>'
 
 
-def _words(name: str) -> str:
-    return _TITLES.get(name, name.replace("_", " "))
+def _words(name: str, sides: tuple[str, str]) -> str:
+    return _TITLES.get(name) or in_words(name, sides)

@@ -14,6 +14,7 @@ from typing import Any
 from contratile.errors import bad_value
 from contratile.train import checkpoint
 from contratile.train.config import TrainConfig, to_dict
+from contratile.train.places import located_towers
 
 # Options of the towers that change neither the weights nor what they mean.
 _FREE = ("checkpointing", "compile", "init_scale", "init_bias")
@@ -57,7 +58,9 @@ def check_options(saved: Mapping[str, Mapping[str, Any]], config: TrainConfig) -
 def _must_agree(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """(option, its value in the checkpoint, its value now)"""
     for name, before in saved["towers"].items():
-        if name not in _FREE:
+        if name == "towers":
+            yield name, located_towers(before), located_towers(now["towers"][name])
+        elif name not in _FREE:
             yield name, before, now["towers"].get(name)
     yield "optimizer", saved["optim"]["optimizer"], now["optim"]["optimizer"]
     before, after = saved["loss"]["loss"], now["loss"]["loss"]

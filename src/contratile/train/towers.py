@@ -107,6 +107,8 @@ class Tower(nn.Module):
         self.backbone, self.width, self.kind, self.prepare = part
         self.head: nn.Module = nn.Identity()
         self.locked = False
+        self.pretrained = False
+        """Whether the backbone came with weights that were trained before."""
 
     def forward(self, inputs: Any) -> Tensor:
         return self.finish(self.backbone(inputs))
@@ -188,6 +190,7 @@ def build_towers(
     parts = MAKERS[maker](name, config, texts, folder)
     left = Tower(parts[0])
     right = left if parts[1] is parts[0] else Tower(parts[1])
+    left.pretrained = right.pretrained = maker in ("hf", "st") or (maker == "open_clip" and ":" in name)
     if config.head == "none":
         if left.width != right.width:
             sizes = f"{left.width} and {right.width}"

@@ -94,11 +94,11 @@ class Tracker:
         if step % self._config.run.log_every == 0 or step == self._steps:
             self._record(step, values, "train")
 
-    def evaluation(self, step: int, metrics: Mapping[str, float], kinds: tuple[str, str] = PICTURES) -> None:
-        """An evaluation after a step, of pairs of these kinds."""
+    def evaluation(self, step: int, metrics: Mapping[str, float], sides: tuple[str, str] = PICTURES) -> None:
+        """An evaluation after a step, of pairs whose sides are called so."""
         if self._main:
             self._record(step, dict(metrics), "eval")
-            self._screen.say(f"step {step}: {in_a_line(metrics, kinds)}")
+            self._screen.say(f"step {step}: {in_a_line(metrics, sides)}")
 
     def _record(self, step: int, values: dict[str, Any], kind: str) -> None:
         # One write: a kill leaves the line whole or cuts the last one, which `rewind` then drops.
@@ -208,7 +208,8 @@ class _Screen:
             self.say(f"step {step}/{self._steps}: {text}")
 
     def say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        # A terminal would break a long line inside a word; in a file lines stay whole.
+        self._console.print(text, markup=False, highlight=False, soft_wrap=not self._console.is_terminal)
 
     def close(self) -> None:
         if self._live is not None:

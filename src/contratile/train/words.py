@@ -1,47 +1,103 @@
 """Metrics of retrieval in words: a line while a run goes on, a table at its end.
 
 print(in_a_line(metrics))           # text to image R@1 0.043, R@5 0.12, R@10 0.18, median rank 66 · image to text ...
-print("\\n".join(table(metrics, chance, kinds)))
+print("\\n".join(table(metrics, chance, side_names(source))))
+
+The metrics of all pairs have the names of images and texts, `text_to_image_R@1`: from the right side to the left one.
+In words the sides are called what they are.
 """
 
 from collections.abc import Mapping
+from typing import Any
+
+from contratile.data.sample import Source
 
 WAYS = ("text_to_image", "image_to_text")
 PICTURES = ("image", "text")
+PAIRWISE = "_pairwise"
+"""Ends the names of metrics that count a pair's own other half alone, where images or texts repeat."""
+
+Sides = tuple[str, str]
 
 
-def ways(kinds: tuple[str, str]) -> dict[str, str]:
-    """The directions by what they are called; of two texts neither is an image."""
-    names = ("text to image", "image to text") if "image" in kinds else ("right to left", "left to right")
-    return dict(zip(names, WAYS, strict=True))
+def columns_of(source: Any) -> Any:
+    """The columns of the table that a source is, or is some rows of; None if it is none."""
+    while hasattr(source, "source"):
+        source = source.source
+    return getattr(source, "columns", None)
 
 
-def in_a_line(metrics: Mapping[str, float], kinds: tuple[str, str] = PICTURES) -> str:
+def side_names(source: Source) -> Sides:
+    """What left and right are called: image and text, or the columns of a text pair."""
+    columns = columns_of(source)
+    if "image" in source.kinds:
+        return PICTURES
+    if columns is not None:
+        return columns.left, columns.right
+    found: Sides = getattr(source, "sides", ("left", "right"))
+    return found
+
+
+def ways(sides: Sides) -> dict[str, str]:
+    """The directions by what they are called; two sides of one name are left and right."""
+    left, right = sides if sides[0] != sides[1] else ("left", "right")
+    return {f"{right} to {left}": WAYS[0], f"{left} to {right}": WAYS[1]}
+
+
+def in_words(name: str, sides: Sides) -> str:
+    """A metric by what its direction is called."""
+    for called, way in ways(sides).items():
+        if name.startswith(f"{way}_"):
+            kind = ", pair by pair" if name.endswith(PAIRWISE) else ""
+            return f"{called} {_short(name, way)}{kind}"
+    return name.replace("_", " ")
+
+
+def in_a_line(metrics: Mapping[str, float], sides: Sides = PICTURES) -> str:
     """Each direction with its metrics but the mean rank; what belongs to none comes last."""
     parts = []
-    for called, way in ways(kinds).items():
+    for called, way in ways(sides).items():
         mine = [f"{name} {value:.4g}" for name, value in of_way(metrics, way).items() if name != "mean rank"]
         parts += [f"{called} {', '.join(mine)}"] if mine else []
     rest = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in metrics.items() if not name.startswith(WAYS)]
     return " · ".join(parts + rest)
 
 
-def table(metrics: Mapping[str, float], chance: Mapping[str, float], kinds: tuple[str, str]) -> list[str]:
-    """A row for each direction and one for guessing, under one heading."""
-    found = {called: of_way(metrics, way) for called, way in ways(kinds).items()}
-    columns = list(next(iter(found.values())))
-    found["chance"] = of_way(chance, WAYS[0])
-    rows = [["", *columns]]
-    for name, values in found.items():
-        rows.append([name, *(_number(column, values[column]) if column in values else "" for column in columns)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+def table(metrics: Mapping[str, float], chance: Mapping[str, float], sides: Sides) -> list[str]:
+    """A row for each direction and what guessing would reach, under one heading; then the same pair by pair."""
+    found: list[tuple[str, dict[str, float]]] = []
+    for ending, kind in (("", ""), (PAIRWISE, ", pair by pair")):
+        rows = {
+            called: (of_way(metrics, way, ending), of_way(chance, way, ending)) for called, way in ways(sides).items()
+        }
+        levels = [level for _, level in rows.values()]
+        for called, (values, level) in rows.items():
+            if values:
+                found.append((f"{called}{kind}", values))
+                if levels[0] != levels[1]:
+                    found.append(("  chance", level))
+        if levels[0] and levels[0] == levels[1]:
+            found.append((f"chance{kind}", levels[0]))
+    columns = list(found[0][1])
+    lines = [["", *columns]]
+    for name, values in found:
+        lines.append([name, *(_number(column, values[column]) if column in values else "" for column in columns)])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
 
 
-def of_way(metrics: Mapping[str, float], way: str) -> dict[str, float]:
+def of_way(metrics: Mapping[str, float], way: str, ending: str = "") -> dict[str, float]:
     """The metrics of one direction by their short names: shares first, then ranks."""
-    mine = {name[len(way) + 1 :].replace("_", " "): x for name, x in metrics.items() if name.startswith(f"{way}_")}
+    mine = {
+        _short(name, way): x
+        for name, x in metrics.items()
+        if name.startswith(f"{way}_") and name.endswith(PAIRWISE) == bool(ending)
+    }
     return dict(sorted(mine.items(), key=lambda item: "rank" in item[0]))
+
+
+def _short(name: str, way: str) -> str:
+    return name[len(way) + 1 :].removesuffix(PAIRWISE).replace("_", " ")
 
 
 def _number(name: str, value: float) -> str:

@@ -1,0 +1,72 @@
+"""What a run is about to do, in a few lines: pairs, columns, encoders, device, steps, learning rates, folder.
+
+print("\\n".join(header(trainer)))
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from contratile.data.sample import Indexed, Source
+from contratile.train.words import columns_of
+
+if TYPE_CHECKING:
+    from contratile.train.loop import Trainer
+    from contratile.train.towers import Tower
+
+
+def header(trainer: Trainer) -> list[str]:
+    """A line for each, its title first."""
+    run, optim = trainer.config.run, trainer.config.optim
+    rates = f"{optim.rate:g}"
+    if optim.backbone_lr is not None:
+        rates += f"; pretrained backbones {optim.backbone_lr:g}"
+    world = trainer.accelerator.num_processes
+    per_epoch = trainer.loader.steps_per_epoch
+    epochs = f" (epochs: {trainer.steps / per_epoch:.3g})" if per_epoch else ""
+    told = [
+        ("pairs", f"{_counted(trainer.source)}; held out: {_counted(trainer.held_out)}"),
+        *_columns(trainer.source),
+        ("towers", _towers(trainer)),
+        ("device", f"{trainer.accelerator.device}, {world} process{'es' * (world > 1)}, {run.precision}"),
+        ("steps", f"{trainer.steps:,} of {trainer.loader.batch:,} pairs in chunks of {run.chunk:,}{epochs}"),
+        ("loss", trainer.config.loss.loss),
+        ("learning rate", f"{rates} ({optim.optimizer}, {optim.schedule}, {optim.warmup} steps of warm-up)"),
+        ("writes to", str(run.out)),
+    ]
+    width = max(len(title) for title, _ in told)
+    return [f"{title:<{width}}  {text}" for title, text in told]
+
+
+def _counted(source: Source) -> str:
+    return f"{len(source):,} of {source.name}" if isinstance(source, Indexed) else f"a stream of {source.name}"
+
+
+def _columns(source: Source) -> list[tuple[str, str]]:
+    """Which columns are the pair, and which others there are: one that holds texts or pictures may have been meant."""
+    columns = columns_of(source)
+    if columns is None:
+        return []
+    told = [("columns", f"{columns.left} ({columns.kinds[0]}) and {columns.right} ({columns.kinds[1]})")]
+    if columns.unused:
+        listed = ", ".join(f"{name} ({kind})" if kind else name for name, kind in columns.unused)
+        hint = "; --left and --right choose others" if any(kind for _, kind in columns.unused) else ""
+        told.append(("not used", f"{listed}{hint}"))
+    return told
+
+
+def _towers(trainer: Trainer) -> str:
+    towers = trainer.towers
+    if towers.left is towers.right:
+        sides = [f"{towers.left.kind} and {towers.right.kind} {_size(towers.left)}, one encoder for both"]
+    else:
+        sides = [f"{tower.kind} {_size(tower)}" for tower in (towers.left, towers.right)]
+    return f"{trainer.config.towers.towers}: {'; '.join(sides)}"
+
+
+def _size(tower: Tower) -> str:
+    """Parameters; those that are trained, if not all are."""
+    every = sum(p.numel() for p in tower.parameters())
+    trained = sum(p.numel() for p in tower.parameters() if p.requires_grad)
+    start = "pretrained" if tower.pretrained else "from scratch"
+    return f"{every:,} parameters {start}" + ("" if trained == every else f", {trained:,} of them trained")
