@@ -22,6 +22,7 @@ from contratile.modules import InfoNCE as InfoNCE
 from contratile.modules import NTXent as NTXent
 from contratile.modules import SigLipLoss as SigLipLoss
 from contratile.modules import SupCon as SupCon
+from contratile.normalized import NotNormalizedWarning as NotNormalizedWarning
 from contratile.tiles import TilePlan as TilePlan
 from contratile.tiles import plan_tiles as plan_tiles
 

@@ -62,9 +62,12 @@ from contratile.errors import (
     check_pairs,
     check_scale,
     check_temperature,
+    check_transform,
     check_vector,
 )
+from contratile.keywords import known_keywords
 from contratile.lse import Engine, pair_stats
+from contratile.normalized import look_once
 from contratile.reference import REDUCTIONS, Reduction
 from contratile.ring import Ring
 from contratile.task import Inputs, Task
@@ -109,6 +112,7 @@ class PairKeywords(Keywords, total=False):
     weights: Tensor | None
 
 
+@known_keywords
 def pair_lse(
     query: Tensor,
     key: Tensor | None,
@@ -155,6 +159,7 @@ def clip_loss(
     return_stats: Literal[True],
     **keywords: Unpack[PairKeywords],
 ) -> tuple[Tensor, BatchStats]: ...
+@known_keywords
 def clip_loss(
     image: Tensor,
     text: Tensor,
@@ -220,6 +225,7 @@ def info_nce(
     return_stats: Literal[True],
     **keywords: Unpack[PairKeywords],
 ) -> tuple[Tensor, BatchStats]: ...
+@known_keywords
 def info_nce(
     query: Tensor,
     key: Tensor,
@@ -288,6 +294,7 @@ def nt_xent(
     return_stats: Literal[True],
     **keywords: Unpack[Keywords],
 ) -> tuple[Tensor, BatchStats]: ...
+@known_keywords
 def nt_xent(
     z1: Tensor,
     z2: Tensor,
@@ -330,6 +337,7 @@ def nt_xent(
     return loss, batch_stats(rows, None, results["pos"], unit, engine)
 
 
+@known_keywords
 def sup_con(
     z: Tensor,
     labels: Tensor,
@@ -387,6 +395,7 @@ def siglip_loss(
     return_stats: Literal[True],
     **keywords: Unpack[Keywords],
 ) -> tuple[Tensor, BatchStats]: ...
+@known_keywords
 def siglip_loss(
     image: Tensor,
     text: Tensor,
@@ -445,6 +454,8 @@ def _start(
     group, reduction, backend, tile, cache_bytes, precision = how
     team = Team.of(group)
     try:
+        more = () if options is None else (options.extra_keys, options.hard_negatives)
+        check_transform(call.split()[0], backend, (*features.values(), *numbers.values(), *more))
         check_features(features, empty=team.size > 1)
         check_choice("reduction", reduction, REDUCTIONS)
         for name, number in numbers.items():
@@ -463,6 +474,8 @@ def _start(
             )
         if not torch.compiler.is_compiling():  # the compiled operator finds out for itself
             registry.require(backend, next(iter(features.values())).device)
+        if not call.startswith("pair_lse"):  # which makes no claim about what its scores are
+            look_once(call, tuple(features.values()), numbers)
     except Exception as error:  # whatever it is, the other ranks are not left waiting
         team.refuse(error)
         raise

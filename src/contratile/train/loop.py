@@ -26,6 +26,7 @@ from contratile.data.loader import Batch, Loader
 from contratile.data.sample import Source
 from contratile.errors import bad_value
 from contratile.grad_cache import GradCache
+from contratile.normalized import warn_not_normalized
 from contratile.train import checkpoint
 from contratile.train.config import TrainConfig, save_config, to_dict
 from contratile.train.evaluate import Encoded, encode, retrieval, to_device
@@ -182,6 +183,8 @@ class Trainer:
         loss = self.accelerator.reduce(loss.detach(), "mean")
         if not torch.isfinite(loss):
             self._diagnose(float(loss))
+        if self.step == 0 and self.objective.norms is not None:  # the loss was read just now: nothing waits for this
+            warn_not_normalized(self.config.loss.loss, self.objective.norms.tolist(), scale_of(towers))
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = self.accelerator.clip_grad_norm_(trained, optim.clip_grad or math.inf)
         self.optimizer.step()
