@@ -15,7 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from contratile.errors import bad_type, bad_value, check_features, check_ids, check_storage, check_vector, transform_under_way
+from contratile.errors import (
+    bad_type,
+    bad_value,
+    check_features,
+    check_ids,
+    check_storage,
+    check_vector,
+    transform_under_way,
+)
 from contratile.lse import Engine, pair_stats
 from contratile.task import Inputs, Results, Task
 

@@ -49,7 +49,9 @@ def check_features(named: dict[str, Tensor], *, empty: bool) -> None:
             remedy = "Flatten or pool it to one row of features per example."
             bad_value(name, expected="shape [N, D]", got=list(x.shape), remedy=remedy)
         if x.dtype not in _FLOATS:
-            how = ".dequantize()" if x.is_quantized else ".abs() or torch.view_as_real" if x.is_complex() else ".float()"
+            how = (
+                ".dequantize()" if x.is_quantized else ".abs() or torch.view_as_real" if x.is_complex() else ".float()"
+            )
             remedy = f"Convert it, for example with {name}{how}."
             bad_type(name, expected="dtype float32, float16, bfloat16 or float64", got=x.dtype, remedy=remedy)
         if (x.shape[0] == 0 and not empty) or x.shape[1] == 0:

@@ -114,3 +114,12 @@ def meant(call: str, name: str, value: str, known: Sequence[str]) -> str | None:
 def _guess(name: str, known: Sequence[str]) -> str:
     close = get_close_matches(name, known, n=1)
     return f"Did you mean {close[0]}=?" if close else "Drop it."
+
+
+def suggestion(name: str, known: Sequence[str]) -> str:
+    """The end of a sentence about a function or class that is not here, if another is meant."""
+    known = sorted((x for x in known if not x.startswith("_")), key=lambda x: x.islower() == name.islower())
+    public = {x.lower().replace("_", ""): x for x in known}  # of a class and its function, the one spelled alike
+    short = name.lower().replace("_", "")
+    close = get_close_matches(short.removesuffix("loss"), public, n=1) or get_close_matches(short, public, n=1)
+    return f". Did you mean contratile.{public[close[0]]}?" if close else ""

@@ -41,12 +41,12 @@ class NTXentLoss(CheckedModule):
     def check_option(self, name: str, value: Any) -> Any:
         if name == "temperature" and not value >= 1e-8:
             bad_value("temperature", expected="at least 1e-8", got=value, remedy="SimCLR uses 0.1 to 0.5.")
-        if name == "cross_entropy" and repr(value) != "CrossEntropyLoss()":
-            remedy = "contratile.info_nce has label_smoothing= and weights=, or keep lightly's own loss for it."
-            bad_value("cross_entropy", expected="nn.CrossEntropyLoss() as it is", got=repr(value), remedy=remedy)
+        if name == "cross_entropy":
+            _check_cross_entropy(value)
         return value
 
     def forward(self, out0: Tensor, out1: Tensor) -> Tensor:
+        _check_cross_entropy(self.cross_entropy)  # its own options may have been set
         team = Team.of("auto" if self.gather_distributed else None)
         out0, out1 = F.normalize(out0, dim=1), F.normalize(out1, dim=1)
         if self.memory_bank is None:
@@ -59,6 +59,18 @@ class NTXentLoss(CheckedModule):
         negatives, _ = pair_lse(out0, bank, 1 / self.temperature, cols=False, group=None)
         positive = (out0 * out1).sum(1).to(negatives.dtype) / self.temperature
         return F.softplus(negatives - positive).mean()
+
+
+def _check_cross_entropy(module: Any) -> None:
+    """lightly's is the plain mean, which is what is computed here without it."""
+    plain = nn.CrossEntropyLoss()
+    options = {name: getattr(module, name, None) for name in ("reduction", "label_smoothing", "ignore_index", "weight")}
+    if type(module) is not nn.CrossEntropyLoss or any(
+        x is not None if name == "weight" else x != getattr(plain, name) for name, x in options.items()
+    ):
+        got = f"{type(module).__name__} with {options}"
+        remedy = "contratile.info_nce has reduction=, label_smoothing= and weights=; or keep lightly's own loss."
+        bad_value("cross_entropy", expected="nn.CrossEntropyLoss() as it is", got=got, remedy=remedy)
 
 
 class _Bank(nn.Module):

@@ -134,7 +134,8 @@ def _vector(name: str, labels: Tensor, embeddings: Tensor) -> Tensor:
         check_vector(name, labels, length=len(embeddings), device=embeddings.device)
         return labels
     labels = labels.to(embeddings.device)
-    check_vector(name, labels.to(torch.long), length=len(embeddings), device=embeddings.device)  # for its shape
+    shape = torch.empty_like(labels, dtype=torch.long)
+    check_vector(name, shape, length=len(embeddings), device=embeddings.device)
     if labels.is_floating_point() and bool(labels.isnan().any()):
         remedy = "A NaN equals nothing, not even itself: give each embedding without a label one of its own."
         bad_value(name, expected="labels that can be compared", got="NaN among them", remedy=remedy)
@@ -143,9 +144,9 @@ def _vector(name: str, labels: Tensor, embeddings: Tensor) -> Tensor:
 
 def _classes(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, Tensor]:
     """Whole numbers that are equal where `labels == ref_labels` is True, by PyTorch's rules for mixed dtypes."""
-    dtype = torch.promote_types(labels.dtype, ref_labels.dtype)
-    if not dtype.is_floating_point:
+    if not (labels.is_floating_point() or ref_labels.is_floating_point()):
         return labels.long(), ref_labels.long()
+    dtype = torch.promote_types(labels.dtype, ref_labels.dtype)
     both = torch.cat([labels.to(dtype), ref_labels.to(dtype)])
     if dtype != torch.float64:
         both = both.float()  # exact, and known to `unique` on every device
