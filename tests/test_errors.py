@@ -102,23 +102,27 @@ def test_labels() -> None:
 
 def test_ids_and_labels_that_are_strings() -> None:
     """The remedy is code that runs, and gives equal strings equal numbers."""
-    names = ["cat", "dog", "cat", "bird", "dog", "cow"]
+    names: Any = ["cat", "dog", "cat", "bird", "dog", "cow"]
     what = "an integer tensor, or a pair of them"
-    for ids, got in ((names, "list of str, 6 entries"), (names[:2], "list of str, 2 entries")):
-        call = lambda ids=ids: ct.clip_loss(X, Y, ids=ids)  # noqa: E731
-        fails(call, TypeError, expected=what, got=got, remedy="Give equal strings equal numbers")
-    fails(lambda: ct.sup_con(X, names), TypeError, expected="an integer tensor", got="list of str", remedy="hashlib")  # type: ignore[arg-type]
+
+    def call(ids: Any) -> Callable[[], object]:
+        return lambda: ct.clip_loss(X, Y, ids=ids)
+
+    for some in (names, names[:2]):
+        got = f"list of str, {len(some)} entries"
+        fails(call(some), TypeError, expected=what, got=got, remedy="Give equal strings equal numbers")
+    fails(lambda: ct.sup_con(X, names), TypeError, expected="an integer tensor", got="list of str", remedy="hashlib")
     with pytest.raises(TypeError) as caught:
-        ct.info_nce(X, Y, ids=names)  # type: ignore[arg-type]
+        ct.info_nce(X, Y, ids=names)
     code = str(caught.value).partition("every rank: ")[2].removesuffix(".")
     ids = eval(code, {"torch": torch, "hashlib": hashlib, "strings": names})
     assert ids[0] == ids[2] != ids[1] and torch.isfinite(ct.clip_loss(X, Y, ids=ids))
     numbers: Any = list(range(6))
-    fails(lambda: ct.clip_loss(X, Y, ids=numbers), TypeError, expected=what, got="list of int", remedy="as_tensor(ids)")
+    fails(call(numbers), TypeError, expected=what, got="list of int", remedy="torch.as_tensor(ids)")
     good = torch.arange(6)
-    for ids, got in (((good,) * 3, "tuple of Tensor, 3 entries"), ((good, numbers), "tuple, 2 entries")):
-        call = lambda ids=ids: ct.clip_loss(X, Y, ids=ids)  # noqa: E731
-        fails(call, TypeError, expected=what, got=got, remedy="Pass (query_ids, key_ids), both of them tensors")
+    remedy = "Pass (query_ids, key_ids), both of them tensors"
+    fails(call((good,) * 3), TypeError, expected=what, got="tuple of Tensor, 3 entries", remedy=remedy)
+    fails(call((good, numbers)), TypeError, expected=what, got="tuple, 2 entries", remedy=remedy)
 
 
 def test_metrics_speak_of_what_they_were_given() -> None:

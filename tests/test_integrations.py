@@ -271,7 +271,7 @@ def test_open_clip_refusals() -> None:
 
 
 def test_open_clip_attributes() -> None:
-    """Those of open_clip's losses, but for their caches of labels; what cannot be honoured is refused when it is set."""
+    """Those of open_clip's losses, but for their caches of labels; what cannot be honoured is refused when set."""
     from open_clip import loss as theirs
 
     clip = {"local_loss": True, "gather_with_grad": True, "cache_labels": True, "rank": 0, "world_size": 1}
@@ -677,9 +677,7 @@ def test_metric_learning_refusals() -> None:
         loss: Any = kind()
         with pytest.raises(ValueError, match="temperature: expected a positive number, got 0"):
             loss.temperature = 0.0
-        with pytest.raises(
-            ValueError, match=r"labels: expected labels that can be compared, got NaN .* one of its own"
-        ):
+        with pytest.raises(ValueError, match=r"labels: expected labels that can be compared, got NaN .* of its own"):
             loss(embeddings, labels * torch.tensor(float("nan")))
         with pytest.raises(ValueError, match=r"labels: expected shape \[24\]"):
             loss(embeddings, labels.float()[:5])

@@ -251,19 +251,15 @@ def test_the_model_may_choose_again(theirs: ModuleType) -> None:
 def test_what_is_set_is_refused_as_what_is_given(theirs: ModuleType, name: str) -> None:
     from sentence_transformers import util
 
-    loss = getattr(losses, name)(Scored())
-    for bad in (util.manhattan_sim, util.pairwise_cos_sim, partial(util.cos_sim, None), lambda a, b: a @ b.T, "cosine"):
+    loss, half = getattr(losses, name)(Scored()), partial(util.cos_sim, torch.ones(1))
+    for bad in (util.manhattan_sim, util.pairwise_cos_sim, half, lambda a, b: a @ b.T, "cosine"):
         with pytest.raises(TypeError, match=r"similarity_fct: expected .*, got .*: pass one of the two, or keep"):
             loss.similarity_fct = bad
         assert loss.similarity_fct is util.cos_sim
-    for attribute, bad in (
-        ("directions", ("query_to_doc", "doc_to_doc")),
-        ("partition_mode", "both"),
-        ("hardness_strength", -1.0),
-        ("hardness_mode", "easy"),
-    ):
+    others = {"directions": ("query_to_doc", "doc_to_doc"), "partition_mode": "both", "hardness_mode": "easy"}
+    for attribute, other in {**others, "hardness_strength": -1.0}.items():
         with pytest.raises(ValueError, match=attribute):
-            setattr(loss, attribute, bad)
+            setattr(loss, attribute, other)
     loss.hardness_mode = "hard_negatives"
     with pytest.raises(ValueError, match=r"hardness_mode and hardness_strength: expected at most one of them"):
         loss.hardness_strength = 2.0

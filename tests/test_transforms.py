@@ -5,6 +5,7 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,7 +116,7 @@ def test_features_that_are_not_transformed() -> None:
 
 def test_metric_learning_says_so_too() -> None:
     for loss in (pml.NTXentLoss(), pml.SupConLoss()):
-        with pytest.raises(RuntimeError, match="Loss: expected .*, got a call inside torch.func"):
+        with pytest.raises(RuntimeError, match=r"Loss: expected .*, got a call inside torch.func"):
             torch.func.grad(lambda x, loss=loss: loss(x, LABELS))(Q)
 
 
@@ -138,7 +139,7 @@ STORAGES: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
         "dtype float32, float16, bfloat16 or float64, got torch.quint8",
         "{0}.dequantize()",
     ),
-    "complex": (lambda x: x.to(torch.complex128), "dtype float32,", "{0}.abs() or torch.view_as_real"),
+    "complex": (lambda x: x.to(torch.complex128), "dtype float32,", "{0}.abs()"),
     "masked": (lambda x: torch.masked.masked_tensor(x, x > 0), "a plain tensor, got a MaskedTensor", "to_tensor(0)"),
     "fake": (
         lambda x: torch._subclasses.FakeTensorMode().from_tensor(x),
@@ -183,14 +184,13 @@ def test_subclasses_that_change_nothing() -> None:
     assert shape.is_meta and shape.shape == ()
 
 
-def test_shards() -> None:
+def test_shards(tmp_path: Path) -> None:
     """Features of a rank are its own rows; a scale that is sharded is asked for whole."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate
 
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
         sharded, scale = (DTensor.from_local(x, mesh, [Replicate()]) for x in (Q, torch.tensor(5.0)))

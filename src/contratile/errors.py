@@ -49,9 +49,7 @@ def check_features(named: dict[str, Tensor], *, empty: bool) -> None:
             remedy = "Flatten or pool it to one row of features per example."
             bad_value(name, expected="shape [N, D]", got=list(x.shape), remedy=remedy)
         if x.dtype not in _FLOATS:
-            how = (
-                ".dequantize()" if x.is_quantized else ".abs() or torch.view_as_real" if x.is_complex() else ".float()"
-            )
+            how = ".abs()" if x.is_complex() else ".dequantize()" if x.is_quantized else ".float()"
             remedy = f"Convert it, for example with {name}{how}."
             bad_type(name, expected="dtype float32, float16, bfloat16 or float64", got=x.dtype, remedy=remedy)
         if (x.shape[0] == 0 and not empty) or x.shape[1] == 0:
@@ -101,7 +99,8 @@ def transform_under_way(tensors: Iterable[object]) -> str | None:
     if torch._C._get_tracing_state() is not None:
         return "a call inside torch.jit.trace"
     if forward_ad._current_level >= 0 and any(
-        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors
+        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
+        for x in tensors
     ):
         return "dual tensors of forward-mode differentiation"
     return None

@@ -1,10 +1,10 @@
 """One warning for features that somebody forgot to normalise: losses of 50,000 come in silence otherwise.
 
-    look_once("clip_loss", (image, text), {"scale": 100.0})     # by every loss, on its first call with features on the CPU
-    warn_not_normalized(call, norms, scale)                     # by a trainer, where it reads numbers from its device anyway
+    look_once("clip_loss", (image, text), {"scale": 100.0})     # by every loss, on its first call with CPU features
+    warn_not_normalized(call, norms, scale)                     # by a trainer, where it reads numbers anyway
 
-The losses take features as they are, and plain products of features (a scale of 1) may be large. What is surely wrong is
-a scale that is made for cosines with features whose norms are far above 1.
+The losses take features as they are, and plain products of features (a scale of 1) may be large. What is surely wrong
+is a scale that is made for cosines with features whose norms are far above 1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Options as attributes: other packages' users read them, and set them after the loss was made.
 
-A loss here keeps its package's attributes. Each is checked when it is set, by the constructor or later, so that one that
-cannot be honoured is refused and never ignored.
+A loss here keeps its package's attributes. Each is checked when it is set, by the constructor or later, so that one
+that cannot be honoured is refused and never ignored.
 """
 
 from typing import Any

@@ -24,8 +24,8 @@ class NTXentLoss(CheckedModule):
     """SimCLR's loss of two views; with a memory bank, MoCo's: the bank's keys are the only negatives.
 
     Views are normalised here, as lightly does. Negatives are this rank's own unless `gather_distributed`; with a bank
-    that means the keys of all ranks enter everybody's bank. The loss is fp32 (fp64 for fp64 views), also for 16-bit views,
-    where lightly's is of 16 bits.
+    that means the keys of all ranks enter everybody's bank. The loss is fp32 (fp64 for fp64 views), also for 16-bit
+    views, where lightly's is of 16 bits.
     """
 
     def __init__(

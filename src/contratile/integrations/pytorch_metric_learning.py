@@ -4,16 +4,16 @@
     loss = NTXentLoss(temperature=0.07)(embeddings, labels)              # or (..., ref_emb=, ref_labels=)
 
 Embeddings are normalised here: the distance is the cosine, which is the default there, and so are the reducers. They
-may be wrapped in the package's `SelfSupervisedLoss`. Miners, other distances, reducers and regularisers are refused, given
-to the constructor or set later. Labels are compared for equality: integers, floats or bools. Losses of 16-bit embeddings
-are fp32; the package's are of 16 bits.
+may be wrapped in the package's `SelfSupervisedLoss`. Miners, other distances, reducers and regularisers are refused,
+given to the constructor or set later. Labels are compared for equality: integers, floats or bools. Losses of 16-bit
+embeddings are fp32; the package's are of 16 bits.
 """
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from contratile.contrast import as_tensor, class_losses

@@ -6,10 +6,10 @@
     SentenceTransformerTrainer(model=model, train_dataset=pairs, loss=loss).train()
 
 `CachedMultipleNegativesRankingLoss` is the same for batches of any size. Values and gradients are those of the
-package's losses. An option that has no counterpart here is refused by its name, never ignored, whether it is given to the
-constructor or set as an attribute later. `margin`, `tile` and `cache_bytes` are additions, with the meaning they have in
-`contratile.info_nce`. Losses of 16-bit embeddings are fp32, as in the package; under autocast they stay fp32, where the
-package's are rounded to 16 bits. The package itself is not imported.
+package's losses. An option that has no counterpart here is refused by its name, never ignored, whether it is given to
+the constructor or set as an attribute later. `margin`, `tile` and `cache_bytes` are additions, with the meaning they
+have in `contratile.info_nce`. Losses of 16-bit embeddings are fp32, as in the package; under autocast they stay fp32,
+where the package's are of 16 bits. The package itself is not imported.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class MultipleNegativesRankingLoss(CheckedModule):
 
     With `directions=("query_to_doc", "doc_to_query"), partition_mode="per_direction"` the mean of this and of the
     positives against all queries. `similarity_fct` is the package's cos_sim (as is None) or dot_score, a
-    `functools.partial` of these without arguments, or `model.similarity` of a model that has chosen one of the two. Every
-    option is also an attribute, and may be changed between calls.
+    `functools.partial` of these without arguments, or `model.similarity` of a model that has chosen one of the two.
+    Every option is also an attribute, and may be changed between calls.
     """
 
     def __init__(
@@ -400,7 +400,8 @@ def _unwrapped(function: Any) -> Any:
 def _similarity_name(function: Any) -> str:
     """The name that the package's model card has for it."""
     function = _unwrapped(function)
-    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", type(function).__name__)
+    owner: Any = getattr(function, "__self__", None)
+    name = getattr(function, "__name__", type(function).__name__)
     if name == "similarity" and hasattr(owner, "similarity_fn_name"):  # the model's own, whichever it has chosen
         chosen = str(getattr(owner.similarity_fn_name, "value", owner.similarity_fn_name))
         return {"cosine": "cos_sim", "dot": "dot_score"}.get(chosen, chosen)
