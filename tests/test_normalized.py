@@ -42,7 +42,8 @@ def warned(call: Callable[[], object]) -> list[warnings.WarningMessage]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         call()
-    return [x for x in found if issubclass(x.category, ct.NotNormalizedWarning)]
+    assert all(issubclass(x.category, ct.NotNormalizedWarning) for x in found), found  # and no other
+    return found
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -1,7 +1,8 @@
 """The losses as functions: each is a few lines on the primitive.
 
 Features are [N, D] and are never normalised here: pass normalised ones where cosines are meant. Values come back
-in fp32 (fp64 for fp64 features), gradients in the dtype of what they belong to. Every loss takes
+in fp32 (fp64 for fp64 features), also for 16-bit features, of which PyTorch's own losses come back in 16 bits; gradients
+in the dtype of what they belong to. Every loss takes
 
     group        "auto" (the default process group, if one is initialised), None (this process alone), or a group.
                  Over several ranks a loss and its backward are collective: every rank of the group calls both
@@ -358,6 +359,15 @@ def sup_con(
         return -((log_prob * positive).sum(1) / positive.sum(1))[positive.any(1)].mean()
 
     An anchor without a positive is 0 and is not counted in the mean.
+
+    SupContrast's `SupConLoss(temperature, contrast_mode="all", base_temperature)` of `features` [B, V, D] is
+
+        z = torch.cat(features.unbind(1))
+        loss = temperature / base_temperature * sup_con(z, labels.repeat(V), temperature, reduction="sum") / len(z)
+
+    as it multiplies by `temperature / base_temperature` (by default 0.07 both) and takes the mean over all anchors: the
+    same mean as here whenever each has a positive, as with two views. `contrast_mode="one"`, with anchors of the first
+    view only, is the mean of the first B values of `reduction="none"`, times the same factor.
     """
 
     def check() -> None:

@@ -1,4 +1,7 @@
-"""The losses as modules: they store keywords and call the function."""
+"""The losses as modules: they store keywords and call the function.
+
+Losses are fp32 (fp64 for fp64 features), also for 16-bit features.
+"""
 
 from __future__ import annotations
 

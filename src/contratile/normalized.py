@@ -45,7 +45,8 @@ def look_once(call: str, features: Sequence[Tensor], numbers: Mapping[str, Tenso
     if not all(x.is_cpu for x in (*features, numbers[name]) if isinstance(x, Tensor)) or not all(map(len, features)):
         return
     _looked.add(call)
-    number = float(numbers[name])
+    value = numbers[name]
+    number = float(value.detach()) if isinstance(value, Tensor) else value
     scale = number if name == "scale" else 1 / number if number else math.inf
     if warn_not_normalized(call, typical_norms(features).tolist(), scale, stacklevel=6):
         _looked.update(("clip_loss", "info_nce", "nt_xent", "sup_con", "siglip_loss"))  # once is enough
