@@ -1,8 +1,8 @@
 """The losses as functions: each is a few lines on the primitive.
 
 Features are [N, D] and are never normalised here: pass normalised ones where cosines are meant. Values come back
-in fp32 (fp64 for fp64 features), also for 16-bit features, of which PyTorch's own losses come back in 16 bits; gradients
-in the dtype of what they belong to. Every loss takes
+in fp32 (fp64 for fp64 features), also for 16-bit features, of which PyTorch's own losses come back in 16 bits;
+gradients in the dtype of what they belong to. Every loss takes
 
     group        "auto" (the default process group, if one is initialised), None (this process alone), or a group.
                  Over several ranks a loss and its backward are collective: every rank of the group calls both

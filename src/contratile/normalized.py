@@ -25,6 +25,9 @@ ROWS = 16
 """Rows of each side that are looked at."""
 
 _looked: set[str] = set()
+"""Losses that were called before; `EVERY` once the warning was given."""
+
+EVERY = "every loss"
 
 
 class NotNormalizedWarning(UserWarning):
@@ -39,7 +42,9 @@ def look_once(call: str, features: Sequence[Tensor], numbers: Mapping[str, Tenso
 
     `numbers` are those of the call: a scale or a temperature.
     """
-    if torch.compiler.is_compiling() or call in _looked or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or call in _looked or EVERY in _looked:
+        return
+    if torch._C._are_functorch_transforms_active():
         return
     name = "scale" if "scale" in numbers else "temperature"
     if not all(x.is_cpu for x in (*features, numbers[name]) if isinstance(x, Tensor)) or not all(map(len, features)):
@@ -48,8 +53,7 @@ def look_once(call: str, features: Sequence[Tensor], numbers: Mapping[str, Tenso
     value = numbers[name]
     number = float(value.detach()) if isinstance(value, Tensor) else value
     scale = number if name == "scale" else 1 / number if number else math.inf
-    if warn_not_normalized(call, typical_norms(features).tolist(), scale, stacklevel=6):
-        _looked.update(("clip_loss", "info_nce", "nt_xent", "sup_con", "siglip_loss"))  # once is enough
+    warn_not_normalized(call, typical_norms(features).tolist(), scale, stacklevel=6)
 
 
 @torch.no_grad()
@@ -58,12 +62,13 @@ def typical_norms(features: Sequence[Tensor]) -> Tensor:
     return torch.stack([x[:ROWS].float().norm(dim=1).median() for x in features])
 
 
-def warn_not_normalized(call: str, norms: Sequence[float], scale: float, *, stacklevel: int = 2) -> bool:
-    """Warn, and say so, if features of these norms were not meant for this scale."""
+def warn_not_normalized(call: str, norms: Sequence[float], scale: float, *, stacklevel: int = 2) -> None:
+    """Warn, once in a process, if features of these norms were not meant for this scale."""
     product = norms[0] * norms[-1]
     score = abs(scale) * product
-    if not (abs(scale) >= LEAST_SCALE and product >= LEAST_NORMS and score >= LEAST_SCORE):
-        return False
+    if EVERY in _looked or not (abs(scale) >= LEAST_SCALE and product >= LEAST_NORMS and score >= LEAST_SCORE):
+        return
+    _looked.add(EVERY)
     warnings.warn(
         f"{call}: expected features of norm 1 for a scale of {scale:.4g} (a temperature of {1 / scale:.4g}), got norms "
         f"around {' and '.join(f'{x:.4g}' for x in norms)}, that is scores up to {score:,.0f}. Pass "
@@ -72,4 +77,3 @@ def warn_not_normalized(call: str, norms: Sequence[float], scale: float, *, stac
         NotNormalizedWarning,
         stacklevel=stacklevel,
     )
-    return True
