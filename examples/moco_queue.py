@@ -1,6 +1,11 @@
-"""MoCo: negatives from a queue of earlier keys, made by a slowly moving copy of the encoder.
+"""A queue and a momentum encoder as in MoCo, with the batch's own keys as negatives too.
 
 python examples/moco_queue.py
+
+Keys are made by a slowly moving copy of the encoder, and a queue keeps those of earlier batches: that is MoCo. Its loss
+compares a query with its positive and with the queue only; here the other keys of the batch are negatives as well, as
+in cross-batch memories, so a query meets more of them. MoCo's own loss, with the queue alone, is
+`contratile.integrations.lightly.NTXentLoss(temperature, memory_bank_size=(keys, features))`.
 """
 
 import copy

@@ -347,8 +347,8 @@ def test_repr_shows_what_was_given() -> None:
 
 @pytest.mark.parametrize("module", [ct.ClipLoss, ct.InfoNCE, ct.NTXent, ct.SupCon, ct.SigLipLoss])
 def test_modules_refuse_unknown_keywords(module: Callable[..., nn.Module]) -> None:
-    with pytest.raises(TypeError, match=r"expected keywords among .*cache_bytes, precision, got temprature. Drop it"):
-        module(temprature=0.1)
+    with pytest.raises(TypeError, match=r"expected keywords among .*cache_bytes, precision, got colour=0.1. Drop it"):
+        module(colour=0.1)
 
 
 # --- imports ------------------------------------------------------------------------------------------------------
@@ -372,8 +372,9 @@ def test_import_is_lazy() -> None:
 
 
 ORDER = (
-    "errors reference task tiles stats pairs classes backends team ring reserve passes operators lse contrast "
-    "functional modules memory_queue host_memory grad_cache metrics plan integrations data train bench cli __main__"
+    "errors keywords normalized reference task tiles stats pairs classes backends team ring reserve passes operators "
+    "lse contrast functional modules memory_queue host_memory grad_cache metrics plan integrations data train bench "
+    "cli __main__"
 ).split()
 
 

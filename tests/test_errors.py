@@ -3,6 +3,7 @@
 # mypy: allow-untyped-calls
 # (torch does not annotate all that is called here.)
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +38,7 @@ def test_features(loss: Any) -> None:
         TypeError,
         expected="dtype float32",
         got="torch.complex64",
-        remedy=".float()",
+        remedy="text.abs()" if loss is ct.clip_loss else "key.abs()",
     )
     fails(
         lambda: loss(X, Y.half()), TypeError, expected="one dtype", got="torch.float32 and torch.float16", remedy=".to("
@@ -93,10 +94,44 @@ def test_labels() -> None:
 
     fails(call(good.float()), TypeError, expected="an integer tensor", got="torch.float32", remedy="labels.long()")
     fails(call(good > 2), TypeError, expected="an integer tensor", got="torch.bool", remedy="labels.long()")
-    fails(call(good.tolist()), TypeError, expected="an integer tensor", got="list", remedy="labels.long()")
+    fails(call(good.tolist()), TypeError, expected="an integer tensor", got="list", remedy="torch.as_tensor(labels)")
     fails(call(good[:5]), ValueError, expected="shape [6]", got="[5]", remedy="Reshape")
     fails(call(good[:, None]), ValueError, expected="shape [6]", got="[6, 1]", remedy="Reshape")
     fails(call(good.to("meta")), TypeError, expected="device cpu", got="meta", remedy=".to('cpu')")
+
+
+def test_ids_and_labels_that_are_strings() -> None:
+    """The remedy is code that runs, and gives equal strings equal numbers."""
+    names: Any = ["cat", "dog", "cat", "bird", "dog", "cow"]
+    what = "an integer tensor, or a pair of them"
+
+    def call(ids: Any) -> Callable[[], object]:
+        return lambda: ct.clip_loss(X, Y, ids=ids)
+
+    for some in (names, names[:2]):
+        got = f"list of str, {len(some)} entries"
+        fails(call(some), TypeError, expected=what, got=got, remedy="Give equal strings equal numbers")
+    fails(lambda: ct.sup_con(X, names), TypeError, expected="an integer tensor", got="list of str", remedy="hashlib")
+    with pytest.raises(TypeError) as caught:
+        ct.info_nce(X, Y, ids=names)
+    code = str(caught.value).partition("every rank: ")[2].removesuffix(".")
+    ids = eval(code, {"torch": torch, "hashlib": hashlib, "strings": names})
+    assert ids[0] == ids[2] != ids[1] and torch.isfinite(ct.clip_loss(X, Y, ids=ids))
+    numbers: Any = list(range(6))
+    fails(call(numbers), TypeError, expected=what, got="list of int", remedy="torch.as_tensor(ids)")
+    good = torch.arange(6)
+    remedy = "Pass (query_ids, key_ids), both of them tensors"
+    fails(call((good,) * 3), TypeError, expected=what, got="tuple of Tensor, 3 entries", remedy=remedy)
+    fails(call((good, numbers)), TypeError, expected=what, got="tuple, 2 entries", remedy=remedy)
+
+
+def test_metrics_speak_of_what_they_were_given() -> None:
+    call = lambda: ct.zero_shot_metrics(X, Y[:3], torch.arange(6))  # noqa: E731
+    fails(call, ValueError, expected="indices from 0 to 2", got="0 to 5", remedy="classes[targets[i]]")
+    with pytest.raises(ValueError, match=r"^targets: "):
+        call()
+    call = lambda: ct.retrieval_metrics(X[:3], Y, image_of_text=torch.arange(6))  # noqa: E731
+    fails(call, ValueError, expected="indices from 0 to 2", got="0 to 5", remedy="image[image_of_text[i]]")
 
 
 @pytest.mark.parametrize("loss", ALL)

@@ -72,6 +72,33 @@ def test_sup_con(name: str, tile: int) -> None:
         torch.testing.assert_close(rows, reference.sup_con(z, labels, t, reduction=reduction))
 
 
+def sup_contrast(features: Tensor, labels: Tensor, temperature: float, base: float, *, one: bool) -> Tensor:
+    """SupContrast's loss of views [B, V, D] as its paper and code define it."""
+    views = torch.cat(features.unbind(1))
+    anchors = features[:, 0] if one else views
+    scores = anchors @ views.T / temperature
+    others = ~torch.eye(len(anchors), len(views), dtype=torch.bool)
+    positive = (labels.repeat(len(anchors) // len(labels))[:, None] == labels.repeat(features.shape[1])) & others
+    log_prob = scores - scores.masked_fill(~others, -math.inf).logsumexp(1, keepdim=True)
+    mean = (log_prob * positive).sum(1) / positive.sum(1).clamp(min=1)
+    return -(temperature / base * mean).mean()
+
+
+@pytest.mark.parametrize("views", [1, 2, 3])
+def test_sup_con_and_sup_contrast(views: int) -> None:
+    """The relations that the documentation tells."""
+    x, labels = features(12 * views, D, seed=4, dtype=torch.float64).view(12, views, D), ids_of(12, 9, 5)
+    temperature, base = 0.1, 0.07
+    z, factor = torch.cat(x.unbind(1)), temperature / base
+    rows = ct.sup_con(z, labels.repeat(views), temperature, reduction="none")
+    total = ct.sup_con(z, labels.repeat(views), temperature, reduction="sum")
+    torch.testing.assert_close(factor * total / len(z), sup_contrast(x, labels, temperature, base, one=False))
+    torch.testing.assert_close(factor * rows[:12].mean(), sup_contrast(x, labels, temperature, base, one=True))
+    mean = factor * ct.sup_con(z, labels.repeat(views), temperature)
+    same = torch.isclose(mean, sup_contrast(x, labels, temperature, base, one=False))
+    assert same == (views > 1)  # some label is alone: without a second view its anchor has no positive
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sup_con_precision(dtype: torch.dtype) -> None:
     labels = LABELS["some"]
@@ -515,7 +542,7 @@ def test_modules_call_their_functions() -> None:
     assert set(answer) == {"contrastive_loss", "row_top1", "row_rank", "positive_logit", "negative_logit"}
     with pytest.raises(TypeError):
         ct.ClipLoss()(q, k, s, torch.tensor(-10.0))  # open_clip's bias: only the integration takes it
-    with pytest.raises(TypeError, match=r"InfoNCE: expected keywords among .*, got labels\. Drop it"):
+    with pytest.raises(TypeError, match=r"InfoNCE: expected keywords .*, got labels=\. The call of the module has it"):
         ct.InfoNCE(labels=IDS)  # type: ignore[call-arg]
     assert "temperature=0.3" in repr(ct.NTXent(0.3)) and "margin=0.2" in repr(ct.ClipLoss(margin=0.2))
 
@@ -531,7 +558,7 @@ def test_modules_call_their_functions() -> None:
         ({"margin": "much"}, "margin: expected a number"),
         ({"ids": torch.zeros(3, dtype=torch.long)}, r"ids: expected shape \[37\]"),
         ({"ids": torch.zeros(N)}, "integer"),
-        ({"ids": (IDS,)}, "one vector or two"),
+        ({"ids": (IDS,)}, "or a pair of them, got tuple of Tensor, 1 entries"),
         ({"extra_ids": EXTRA_IDS}, "drop extra_ids"),
         ({"extra_keys": torch.zeros(E, D + 1)}, "one number of features"),
         ({"extra_keys": torch.zeros(E, D), "extra_ids": EXTRA_IDS}, "Pass ids= too"),

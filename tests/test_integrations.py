@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -270,6 +270,109 @@ def test_open_clip_refusals() -> None:
         open_clip.create_loss(arguments(horovod=True))
 
 
+def test_open_clip_attributes() -> None:
+    """Those of open_clip's losses, but for their caches of labels; what cannot be honoured is refused when set."""
+    from open_clip import loss as theirs
+
+    clip = {"local_loss": True, "gather_with_grad": True, "cache_labels": True, "rank": 0, "world_size": 1}
+    siglip = {"cache_labels": True, "rank": 0, "world_size": 1, "dist_impl": "gather"}
+    for name, options in (("ClipLoss", {}), ("ClipLoss", clip), ("SigLipLoss", {}), ("SigLipLoss", siglip)):
+        ours, want = (getattr(package, name)(**options) for package in (open_clip, theirs))
+        kept = {x for x in vars(want) if not x.startswith("_")} - {"labels", "prev_num_logits"}
+        assert {x: getattr(ours, x) for x in kept} == {x: getattr(want, x) for x in kept}
+    with pytest.raises(ValueError, match="use_horovod: expected False"):
+        open_clip.ClipLoss().use_horovod = True
+    with pytest.raises(ValueError, match="dist_impl: expected one of"):
+        open_clip.SigLipLoss().dist_impl = "tree"
+    made = open_clip.create_loss(arguments(gather_with_grad=True))
+    assert made.cache_labels and made.gather_with_grad  # as open_clip's factory makes it
+
+
+def test_open_clip_arguments_that_a_version_does_not_have() -> None:
+    """Those of the next version have no horovod; a script of one's own may have only the ones that matter."""
+    args = arguments()
+    del args.horovod
+    assert isinstance(open_clip.create_loss(args), open_clip.ClipLoss)
+    args.siglip = True
+    assert isinstance(open_clip.create_loss(args), open_clip.SigLipLoss)
+    few = SimpleNamespace(rank=0, world_size=1, local_loss=False, gather_with_grad=True)
+    assert isinstance(open_clip.create_loss(few), open_clip.ClipLoss)
+
+
+def test_open_clip_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    import open_clip_train.main as trainer
+
+    monkeypatch.setattr(trainer, "create_loss", trainer.create_loss)  # and back
+    open_clip.install(trainer)
+    assert trainer.create_loss is open_clip.create_loss and "create_loss" in trainer.main.__code__.co_names
+
+
+NEXT = """
+def create_task(args, model): ...
+def main(args):
+    return create_task(args, None)
+"""
+
+
+def test_open_clip_install_fails_loudly_where_it_would_do_nothing() -> None:
+    trainer = ModuleType("open_clip_train.main")
+    exec(NEXT, trainer.__dict__)
+    told = (
+        r"trainer: expected a module whose main\(\) calls create_loss, got open_clip_train.main, which has create_task"
+    )
+    with pytest.raises(ValueError, match=rf"{told}.*CLIPTask\(model, loss=ClipLoss\(") as caught:
+        open_clip.install(trainer)
+    assert not hasattr(trainer, "create_loss") and "contratile.integrations.open_clip" in str(caught.value)
+    trainer.create_loss = None  # type: ignore[attr-defined]  # imported there, and not called
+    with pytest.raises(ValueError, match="expected a module whose main"):
+        open_clip.install(trainer)
+
+
+class CLIPTask(nn.Module):
+    """What open_clip's next version does with a loss, by its documented interface."""
+
+    def __init__(self, model: nn.Module, *, loss: nn.Module) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, images: Tensor, texts: Tensor) -> dict[str, Tensor]:
+        losses: dict[str, Tensor] = self.loss(**self.model(images, texts), output_dict=True)
+        losses["loss"] = torch.stack([value for name, value in losses.items() if name.endswith("_loss")]).sum()
+        return losses
+
+
+@pytest.mark.parametrize("siglip", [False, True], ids=["clip", "siglip"])
+def test_open_clip_task(siglip: bool) -> None:
+    from open_clip import create_loss
+
+    args, grads = arguments(siglip=siglip), []
+    for loss in (open_clip.create_loss(args), create_loss(args)):
+        model = tiny_clip(siglip=siglip)
+        CLIPTask(model, loss=loss)(randn(8, 3, 16, 16, seed=1), labels_of(48, 39, seed=2).view(8, 6))["loss"].backward()
+        grads.append({name: x.grad for name, x in model.named_parameters() if x.grad is not None})
+    assert grads[0]
+    assert_same_gradients(*grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_losses_of_16_bits_are_fp32(dtype: torch.dtype) -> None:
+    """As the documentation says, of ours and of theirs."""
+    from lightly.loss import NTXentLoss
+    from open_clip import loss as theirs
+
+    image, text = (features(N, D, seed=seed, dtype=dtype) for seed in (1, 2))
+    labels, scale, bias = LABELS["classes"], torch.tensor(5.0), torch.tensor(-1.0)
+    pairs: list[tuple[Tensor, Tensor]] = [
+        (open_clip.ClipLoss()(image, text, scale), theirs.ClipLoss()(image, text, scale)),
+        (open_clip.SigLipLoss()(image, text, scale, bias), theirs.SigLipLoss()(image, text, scale, bias)),
+        (lightly.NTXentLoss()(image, text), NTXentLoss()(image, text)),
+        *((ours(0.5)(image, labels), want(0.5)(image, labels)) for ours, want in kinds()),
+    ]
+    for ours, want in pairs:
+        assert ours.dtype == torch.float32 and want.dtype == dtype
+        torch.testing.assert_close(ours, want.float(), rtol=0.05, atol=0.05)
+
+
 # --- the paper's package ------------------------------------------------------------------------------------------
 
 
@@ -412,6 +515,16 @@ def test_lightly_refusals() -> None:
         with pytest.raises(ValueError, match=r"memory_bank_size: expected \(number of keys, features\), got"):
             lightly.NTXentLoss(memory_bank_size=size)
     loss: Any = lightly.NTXentLoss(memory_bank_size=(10, D))
+    with pytest.raises(ValueError, match="temperature: expected at least 1e-8, got 0"):
+        loss.temperature = 0.0
+    told = r"cross_entropy: expected nn.CrossEntropyLoss\(\) as it is, got CrossEntropyLoss with .*0.1.*info_nce"
+    with pytest.raises(ValueError, match=told):
+        loss.cross_entropy = nn.CrossEntropyLoss(label_smoothing=0.1)
+    assert loss.temperature == 0.5 and loss.eps == 1e-8 and loss.cross_entropy.reduction == "mean"
+    loss.cross_entropy.label_smoothing = 0.1
+    with pytest.raises(ValueError, match=told):
+        loss(*views())
+    loss.cross_entropy.label_smoothing = 0.0
     bank = loss.memory_bank.bank.clone()
     for shapes, told in (
         (((4, D), (3, D)), "out0 and out1: expected equally many rows, got 4 and 3"),
@@ -466,6 +579,28 @@ def test_metric_learning_with_references(name: str) -> None:
         for ours, theirs in kinds():
             arguments = {"labels": LABELS[name], "ref_emb": ref, "ref_labels": ref_labels}
             same(ours()(embeddings, **arguments), theirs()(embeddings, **arguments), embeddings, ref)
+
+
+FLOATS = {
+    "floats": torch.tensor([0.5, 0.25, -1.5, 2.0]).repeat(6),
+    "bools": torch.arange(N) % 3 == 0,
+    "far apart": torch.tensor([1e30, -1e30, 0.0, -0.0, float("inf"), -float("inf")]).repeat(4),
+    "close": torch.tensor([2.0**53, 2.0**53 - 1, 2.0**24 + 1, 2.0**24], dtype=torch.float64).repeat(6),
+    "16 bits": torch.tensor([0.1, 0.2, 0.3], dtype=torch.bfloat16).repeat(8),
+    "bytes": (torch.arange(N) % 5).to(torch.uint8),
+}
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_metric_learning_labels_are_compared(name: str) -> None:
+    """Any dtype that can be, as in the package; labels and references of two dtypes as PyTorch compares them."""
+    embeddings, ref = views()[0], views(4, seed=5)[0]
+    labels = FLOATS[name]
+    for ours, theirs in kinds():
+        same(ours()(embeddings, labels), theirs()(embeddings, labels), embeddings)
+        for other in (labels[:4].clone(), torch.tensor([0, 1, 2**24, 2**24 + 1]), torch.tensor([0.5, 0, 1, 2**24])):
+            given = {"ref_emb": ref, "ref_labels": other}
+            same(ours()(embeddings, labels, **given), theirs()(embeddings, labels, **given), embeddings, ref)
 
 
 @pytest.mark.parametrize("name", ["classes", "some alone"])
@@ -537,7 +672,15 @@ def test_metric_learning_refusals() -> None:
             (name,) = options
             with pytest.raises(ValueError, match=rf"(?s){name}: expected the default, \w+.*, got .*. Drop {name}="):
                 kind(**options)
-        loss = kind()
+            with pytest.raises(ValueError, match=f"{name}: expected the default"):
+                setattr(kind(), name, options[name])  # as later as well
+        loss: Any = kind()
+        with pytest.raises(ValueError, match="temperature: expected a positive number, got 0"):
+            loss.temperature = 0.0
+        with pytest.raises(ValueError, match=r"labels: expected labels that can be compared, got NaN .* of its own"):
+            loss(embeddings, labels * torch.tensor(float("nan")))
+        with pytest.raises(ValueError, match=r"labels: expected shape \[24\]"):
+            loss(embeddings, labels.float()[:5])
         with pytest.raises(ValueError, match=r"indices_tuple: expected None, got tuple\. Drop the miner"):
             loss(embeddings, labels, miners.MultiSimilarityMiner()(embeddings, labels))
         for missing, given in (("labels", {}), ("ref_labels", {"labels": labels, "ref_emb": ref})):

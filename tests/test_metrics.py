@@ -82,7 +82,7 @@ def test_errors_teach() -> None:
     image, text = pairs(6, 4)
     with pytest.raises(ValueError, match=r"image and text: expected equally many rows.*image_of_text="):
         ct.retrieval_metrics(image, text[:5])
-    with pytest.raises(ValueError, match="labels: expected indices from 0 to 5"):
+    with pytest.raises(ValueError, match="image_of_text: expected indices from 0 to 5"):
         ct.retrieval_metrics(image, text, image_of_text=torch.full((6,), 6))
     with pytest.raises(ValueError, match=r"targets: expected shape \[6\]"):
         ct.zero_shot_metrics(image, text, torch.zeros(5, dtype=torch.long))

@@ -5,6 +5,7 @@ import math
 import os
 import statistics
 import string
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -192,11 +193,79 @@ def test_card_entries_are_theirs(theirs: ModuleType) -> None:
         ours = MultipleNegativesRankingLoss(Given(), **options)
         want = theirs.MultipleNegativesRankingLoss(Given(), **options)
         card = ours.get_config_dict()
-        assert {name: card[name] for name in want.get_config_dict() if name in card} == {
-            name: value for name, value in want.get_config_dict().items() if not name.startswith("hardness")
-        }
+        assert {name: card[name] for name in want.get_config_dict()} == want.get_config_dict()
         assert ours.temperature == want.temperature
         assert ours.citation.splitlines()[1] == want.citation.splitlines()[1]
+
+
+NAMES = [name for name in vars(losses) if name.endswith("RankingLoss")]
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore:.*SymmetricRankingLoss is deprecated")
+@pytest.mark.parametrize("name", NAMES)
+def test_attributes_are_theirs(theirs: ModuleType, name: str) -> None:
+    """What their loss has as an attribute ours has too, with the same value, and honours when it is set."""
+    from sentence_transformers import util
+
+    model, texts = Scored(), texts_of(2, 12)
+    ours, want = (getattr(package, name)(model, 3.0) for package in (losses, theirs))
+    kept = {x for x in vars(want) if x[0] != "_" and x != "training"} | set(want.get_config_dict())
+    assert {"similarity_fct", "scale", "directions", "hardness_mode", "hardness_strength"} <= kept
+    assert {x: getattr(ours, x) for x in kept} == {x: getattr(want, x) for x in kept}
+    changes: list[dict[str, Any]] = [
+        {"similarity_fct": util.dot_score, "scale": 0.5},
+        {"similarity_fct": partial(util.dot_score)},
+        {"similarity_fct": partial(partial(util.pytorch_cos_sim))},
+        {"similarity_fct": model.similarity},
+        {"similarity_fct": util.cos_sim, "scale": 7.0},
+        {"directions": ("query_to_doc",), "partition_mode": "joint"},
+        {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"},
+        {"hardness_strength": 5.0},
+        {"hardness_strength": 0.0, "hardness_mode": "hard_negatives"},
+    ]
+    for change in changes:
+        for loss in (ours, want):
+            for attribute, value in change.items():
+                setattr(loss, attribute, value)
+        assert {x: getattr(ours, x) for x in kept} == {x: getattr(want, x) for x in kept}
+        assert ours(texts).item() == pytest.approx(want(texts, None).item(), rel=1e-6), change
+        card = ours.get_config_dict()
+        assert {x: card[x] for x in want.get_config_dict()} == want.get_config_dict()
+
+
+@pytest.mark.peers
+def test_the_model_may_choose_again(theirs: ModuleType) -> None:
+    model, texts = Scored(), texts_of(2, 12)
+    ours, plain = (MultipleNegativesRankingLoss(model, 0.5, x) for x in (partial(model.similarity), None))
+    products = ours(texts).item()
+    model.similarity_fn_name = "cosine"
+    assert ours(texts).item() == plain(texts).item() != products
+    model.similarity_fn_name = "manhattan"
+    with pytest.raises(TypeError, match=r"similarity_fct: expected .*cos_sim or dot_score, got .*manhattan"):
+        ours(texts)
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_set_is_refused_as_what_is_given(theirs: ModuleType, name: str) -> None:
+    from sentence_transformers import util
+
+    loss, half = getattr(losses, name)(Scored()), partial(util.cos_sim, torch.ones(1))
+    for bad in (util.manhattan_sim, util.pairwise_cos_sim, half, lambda a, b: a @ b.T, "cosine"):
+        with pytest.raises(TypeError, match=r"similarity_fct: expected .*, got .*: pass one of the two, or keep"):
+            loss.similarity_fct = bad
+        assert loss.similarity_fct is util.cos_sim
+    others = {"directions": ("query_to_doc", "doc_to_doc"), "partition_mode": "both", "hardness_mode": "easy"}
+    for attribute, other in {**others, "hardness_strength": -1.0}.items():
+        with pytest.raises(ValueError, match=attribute):
+            setattr(loss, attribute, other)
+    loss.hardness_mode = "hard_negatives"
+    with pytest.raises(ValueError, match=r"hardness_mode and hardness_strength: expected at most one of them"):
+        loss.hardness_strength = 2.0
+    loss.directions, loss.partition_mode = ("query_to_doc", "doc_to_query"), "joint"
+    with pytest.raises(ValueError, match="partition_mode: expected 'per_direction' for two directions"):
+        loss(texts_of(2, 12))
 
 
 # --- without the package ------------------------------------------------------------------------------------------
@@ -220,7 +289,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"hardness_mode": "hard_negatives", "hardness_strength": 5.0},
         "hardness_mode .* got 'hard_negatives' of strength 5",
     ),
-    ({"hardness_strength": 5.0}, "hardness_strength: expected neither, got None of strength 5.0. Drop both"),
+    ({"hardness_strength": -1.0}, "hardness_strength: expected a number from 0 up, got -1.0. It multiplies"),
+    ({"hardness_mode": "easy"}, "hardness_mode: expected one of 'in_batch_negatives', .* got 'easy'"),
     ({"directions": ("query_to_doc", "query_to_query")}, "directions: .*Drop 'query_to_query'"),
     ({"directions": ("query_to_doc", "doc_to_query", "doc_to_doc")}, "directions: .*Drop 'doc_to_doc'"),
     ({"directions": ("query_to_doc", "doc_to_query")}, "partition_mode: .*Pass partition_mode='per_direction'"),

@@ -4,6 +4,8 @@ import contratile as ct
 loss = ct.clip_loss(image_features, text_features, logit_scale)
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from contratile import reference as reference
 from contratile.contrast import BatchStats as BatchStats
 from contratile.functional import clip_loss as clip_loss
@@ -22,7 +24,17 @@ from contratile.modules import InfoNCE as InfoNCE
 from contratile.modules import NTXent as NTXent
 from contratile.modules import SigLipLoss as SigLipLoss
 from contratile.modules import SupCon as SupCon
+from contratile.normalized import NotNormalizedWarning as NotNormalizedWarning
 from contratile.tiles import TilePlan as TilePlan
 from contratile.tiles import plan_tiles as plan_tiles
 
 __version__ = "0.1.0"
+
+if not _TYPE_CHECKING:  # type checkers know which names there are
+
+    def __getattr__(name: str) -> object:
+        """What other packages call the losses."""
+        from contratile.keywords import suggestion
+
+        known = [x for x, value in globals().items() if callable(value)]
+        raise AttributeError(f"module 'contratile' has no attribute {name!r}{suggestion(name, known)}")

@@ -15,7 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from contratile.errors import bad_type, bad_value, check_features, check_vector
+from contratile.errors import (
+    bad_type,
+    bad_value,
+    check_features,
+    check_ids,
+    check_storage,
+    check_vector,
+    transform_under_way,
+)
 from contratile.lse import Engine, pair_stats
 from contratile.task import Inputs, Results, Task
 
@@ -102,10 +110,8 @@ class Options:
             check_weights(self.weights, len(query), device)
 
     def _check_ids(self, query: Tensor, key: Tensor) -> None:
+        check_ids(self.ids)
         if isinstance(self.ids, tuple | list):
-            if len(self.ids) != 2:
-                remedy = "Pass (query_ids, key_ids), or one vector for both."
-                bad_value("ids", expected="one vector or two", got=len(self.ids), remedy=remedy)
             check_vector("ids[0]", self.ids[0], length=len(query), device=query.device)
             check_vector("ids[1]", self.ids[1], length=len(key), device=query.device)
             return
@@ -126,6 +132,7 @@ class Options:
             got = list(hard.shape) if isinstance(hard, Tensor) else type(hard).__name__
             remedy = "Give each query its own H negatives; pad them and pass hard_mask= if their numbers differ."
             bad_value("hard_negatives", expected=f"shape [{n}, H, {d}]", got=got, remedy=remedy)
+        check_storage("hard_negatives", hard)
         if hard.dtype != query.dtype or hard.device != query.device:
             expected, found = f"{query.dtype} on {query.device}", f"{hard.dtype} on {hard.device}"
             bad_type("hard_negatives", expected=expected, got=found, remedy="Use hard_negatives.to(query).")
@@ -165,8 +172,8 @@ def check_weights(weights: Tensor, n: int, device: torch.device) -> None:
 
 
 def _may_look(x: Tensor) -> bool:
-    """To look at the numbers would stall an accelerator, and a compiler cannot."""
-    return x.is_cpu and not torch.compiler.is_compiling()
+    """To look at the numbers would stall an accelerator; a compiler and the transforms of torch.func cannot."""
+    return x.is_cpu and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
 
 
 class Tally(NamedTuple):
@@ -386,7 +393,7 @@ class _OwnScores(torch.autograd.Function):
 
 def own_scores(query: Tensor, hard: Tensor, mask: Tensor | None = None) -> Tensor:
     """Each query's similarity with its own H negatives [N, H], without an fp32 copy of them."""
-    if torch.compiler.is_compiling():  # which fuses this, whatever the number of queries
+    if torch.compiler.is_compiling() or transform_under_way((query, hard)):  # a compiler fuses this anyway
         acc = torch.promote_types(query.dtype, torch.float32)
         hard = hard if mask is None else hard.masked_fill(~mask.unsqueeze(2), 0)
         return (hard.to(acc) * query.to(acc).unsqueeze(1)).sum(2)

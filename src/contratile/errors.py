@@ -1,9 +1,11 @@
 """Errors that teach: every message says what was expected, what came, and what to do about it."""
 
+from collections.abc import Iterable
 from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -42,11 +44,13 @@ def check_features(named: dict[str, Tensor], *, empty: bool) -> None:
     for name, x in named.items():
         if not isinstance(x, Tensor):
             bad_type(name, expected="a tensor of shape [N, D]", got=type(x).__name__, remedy="Pass torch features.")
+        check_storage(name, x)
         if x.dim() != 2:
             remedy = "Flatten or pool it to one row of features per example."
             bad_value(name, expected="shape [N, D]", got=list(x.shape), remedy=remedy)
         if x.dtype not in _FLOATS:
-            remedy = f"Convert it, for example with {name}.float()."
+            how = ".abs()" if x.is_complex() else ".dequantize()" if x.is_quantized else ".float()"
+            remedy = f"Convert it, for example with {name}{how}."
             bad_type(name, expected="dtype float32, float16, bfloat16 or float64", got=x.dtype, remedy=remedy)
         if (x.shape[0] == 0 and not empty) or x.shape[1] == 0:
             remedy = "An empty batch has no loss; skip it or use drop_last=True in the loader."
@@ -65,6 +69,56 @@ def check_features(named: dict[str, Tensor], *, empty: bool) -> None:
             bad_type(both, expected="one device", got=f"{x.device} and {y.device}", remedy=remedy)
 
 
+def check_storage(name: str, x: Tensor) -> None:
+    """Features are numbers in memory: not sparse, not nested, not spread over devices, not fake."""
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "a nested tensor" if x.is_nested else f"layout {x.layout}"
+        remedy = "Pad or pool it to one row per example." if x.is_nested else f"Convert it with {name}.to_dense()."
+        bad_type(name, expected="a dense tensor", got=kind, remedy=remedy)
+    if torch.compiler.is_compiling() or type(x).__torch_dispatch__ is Tensor.__torch_dispatch__:
+        return
+    kind = type(x).__name__
+    if kind == "AsyncCollectiveTensor":  # it waits for its numbers by itself
+        return
+    if kind == "DTensor":
+        local = f"this rank's rows, {name}.to_local(): the loss meets those of the others by itself."
+        remedy = f"Pass {name}.full_tensor()." if x.dim() == 0 else f"Pass {local}"
+    elif kind == "MaskedTensor":
+        remedy = f"Pass {name}.to_tensor(0), and leave out rows that do not count."
+    else:
+        remedy = "Pass the tensor that it wraps. Compilers and exporters are torch.compile and torch.export."
+    bad_type(name, expected="a plain tensor", got=f"a {kind}", remedy=remedy)
+
+
+def transform_under_way(tensors: Iterable[object]) -> str | None:
+    """What PyTorch is doing that an autograd function of ours cannot take part in; a fraction of a microsecond."""
+    if torch.compiler.is_compiling():
+        return None
+    if torch._C._are_functorch_transforms_active():
+        return "a call inside torch.func or torch.vmap"
+    if torch._C._get_tracing_state() is not None:
+        return "a call inside torch.jit.trace"
+    if forward_ad._current_level >= 0 and any(
+        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
+        for x in tensors
+    ):
+        return "dual tensors of forward-mode differentiation"
+    return None
+
+
+def check_transform(call: str, backend: str, tensors: Iterable[object]) -> None:
+    """The tiled losses know `backward()` only; the dense one is plain PyTorch."""
+    found = transform_under_way(tensors)
+    if found is None:
+        return
+    if "trace" in found:
+        remedy = "Use torch.compile or torch.export, which know the losses."
+        raise RuntimeError(_text(call, "a call outside of torch.jit.trace", found, remedy))
+    if backend != "dense":
+        remedy = "Pass backend='dense', which is plain PyTorch, or use loss.backward() and torch.autograd.grad."
+        raise RuntimeError(_text(call, "reverse-mode gradients by autograd", found, remedy))
+
+
 def check_pairs(names: str, left: Tensor, right: Tensor) -> None:
     """Both ways of a loss need a positive for every row."""
     if len(left) != len(right):
@@ -75,6 +129,7 @@ def check_pairs(names: str, left: Tensor, right: Tensor) -> None:
 def check_scale(scale: object, name: str = "scale") -> None:
     """A scale (or temperature, or bias) is a number or a tensor of one float."""
     if isinstance(scale, Tensor):
+        check_storage(name, scale)
         if scale.numel() != 1 or not scale.is_floating_point():
             got = f"{scale.dtype} of shape {list(scale.shape)}"
             bad_value(name, expected="a float or a 0-d float tensor", got=got, remedy=f"One {name} serves all pairs.")
@@ -85,22 +140,55 @@ def check_scale(scale: object, name: str = "scale") -> None:
 
 def check_vector(name: str, x: Tensor, *, length: int, device: torch.device) -> None:
     """Labels and ids are whole numbers, one per row."""
-    if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        bad_type(name, expected="an integer tensor", got=got, remedy=f"Convert it, for example with {name}.long().")
+    if not isinstance(x, Tensor):
+        bad_type(name, expected="an integer tensor", got=_kind(x), remedy=_numbered(name, x))
+    check_storage(name, x)
+    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        bad_type(name, expected="an integer tensor", got=x.dtype, remedy=f"Convert it, for example with {name}.long().")
     if tuple(x.shape) != (length,):
         bad_value(name, expected=f"shape [{length}], one entry per row", got=list(x.shape), remedy="Reshape it.")
     if x.device != device:
         bad_type(name, expected=f"device {device}", got=x.device, remedy=f"Move it with {name}.to({str(device)!r}).")
 
 
-def check_labels(labels: Tensor, m: int) -> None:
-    """Labels point at keys. An accelerator reports a bad one later, without being stalled for it."""
+def _kind(x: object) -> str:
+    """A type, and for a list what is in it."""
+    inside = {type(item).__name__ for item in x} if isinstance(x, list | tuple) else set()
+    return f"{type(x).__name__} of {inside.pop()}" if len(inside) == 1 else type(x).__name__
+
+
+def _numbered(name: str, x: object) -> str:
+    """How to make whole numbers of what is no tensor."""
+    first = x[0] if isinstance(x, list | tuple) and x else x
+    if isinstance(first, str | bytes) or getattr(getattr(x, "dtype", None), "kind", "") in ("U", "S", "O"):
+        return (
+            "Give equal strings equal numbers, the same on every rank: torch.tensor([int.from_bytes("
+            "hashlib.blake2b(s.encode(), digest_size=8).digest(), 'big', signed=True) for s in strings])."
+        )
+    return f"Convert it, for example with torch.as_tensor({name})."
+
+
+def check_ids(ids: object) -> None:
+    """Ids are one integer tensor, or a pair of them: for queries and for keys."""
+    one = isinstance(ids, Tensor)
+    if not one and not (isinstance(ids, tuple | list) and len(ids) == 2 and all(isinstance(x, Tensor) for x in ids)):
+        entries = list(ids) if isinstance(ids, tuple | list) else []
+        got = f"{_kind(ids)}, {len(entries)} entries" if entries else _kind(ids)
+        remedy = _numbered("ids", ids)
+        if any(isinstance(x, Tensor) for x in entries):
+            remedy = "Pass (query_ids, key_ids), both of them tensors, or one vector for both."
+        bad_type("ids", expected="an integer tensor, or a pair of them", got=got, remedy=remedy)
+
+
+def check_labels(labels: Tensor, m: int, *, name: str = "labels", rows: str = "key") -> None:
+    """Labels point at rows of `rows`. An accelerator reports a bad one later, without being stalled for it."""
+    if torch._C._are_functorch_transforms_active():
+        return  # inside of torch.vmap there is no number to look at
     if labels.is_cpu:
         low, high = (int(bound) for bound in labels.aminmax())
         if low < 0 or high >= m:
-            remedy = "Labels index this rank's keys: row i's positive is key[labels[i]]."
-            bad_value("labels", expected=f"indices from 0 to {m - 1}", got=f"{low} to {high}", remedy=remedy)
+            remedy = f"Row i belongs to {rows}[{name}[i]], a row of the {rows} that this call was given."
+            bad_value(name, expected=f"indices from 0 to {m - 1}", got=f"{low} to {high}", remedy=remedy)
     else:
         torch._assert_async(((labels >= 0) & (labels < m)).all())
 

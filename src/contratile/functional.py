@@ -1,7 +1,8 @@
 """The losses as functions: each is a few lines on the primitive.
 
 Features are [N, D] and are never normalised here: pass normalised ones where cosines are meant. Values come back
-in fp32 (fp64 for fp64 features), gradients in the dtype of what they belong to. Every loss takes
+in fp32 (fp64 for fp64 features), also for 16-bit features, of which PyTorch's own losses come back in 16 bits;
+gradients in the dtype of what they belong to. Every loss takes
 
     group        "auto" (the default process group, if one is initialised), None (this process alone), or a group.
                  Over several ranks a loss and its backward are collective: every rank of the group calls both
@@ -62,9 +63,12 @@ from contratile.errors import (
     check_pairs,
     check_scale,
     check_temperature,
+    check_transform,
     check_vector,
 )
+from contratile.keywords import known_keywords
 from contratile.lse import Engine, pair_stats
+from contratile.normalized import look_once
 from contratile.reference import REDUCTIONS, Reduction
 from contratile.ring import Ring
 from contratile.task import Inputs, Task
@@ -109,6 +113,7 @@ class PairKeywords(Keywords, total=False):
     weights: Tensor | None
 
 
+@known_keywords
 def pair_lse(
     query: Tensor,
     key: Tensor | None,
@@ -155,6 +160,7 @@ def clip_loss(
     return_stats: Literal[True],
     **keywords: Unpack[PairKeywords],
 ) -> tuple[Tensor, BatchStats]: ...
+@known_keywords
 def clip_loss(
     image: Tensor,
     text: Tensor,
@@ -220,6 +226,7 @@ def info_nce(
     return_stats: Literal[True],
     **keywords: Unpack[PairKeywords],
 ) -> tuple[Tensor, BatchStats]: ...
+@known_keywords
 def info_nce(
     query: Tensor,
     key: Tensor,
@@ -288,6 +295,7 @@ def nt_xent(
     return_stats: Literal[True],
     **keywords: Unpack[Keywords],
 ) -> tuple[Tensor, BatchStats]: ...
+@known_keywords
 def nt_xent(
     z1: Tensor,
     z2: Tensor,
@@ -330,6 +338,7 @@ def nt_xent(
     return loss, batch_stats(rows, None, results["pos"], unit, engine)
 
 
+@known_keywords
 def sup_con(
     z: Tensor,
     labels: Tensor,
@@ -350,6 +359,15 @@ def sup_con(
         return -((log_prob * positive).sum(1) / positive.sum(1))[positive.any(1)].mean()
 
     An anchor without a positive is 0 and is not counted in the mean.
+
+    SupContrast's `SupConLoss(temperature, contrast_mode="all", base_temperature)` of `features` [B, V, D] is
+
+        z = torch.cat(features.unbind(1))
+        loss = temperature / base_temperature * sup_con(z, labels.repeat(V), temperature, reduction="sum") / len(z)
+
+    as it multiplies by `temperature / base_temperature` (by default 0.07 both) and takes the mean over all anchors: the
+    same mean as here whenever each has a positive, as with two views. `contrast_mode="one"`, with anchors of the first
+    view only, is the mean of the first B values of `reduction="none"`, times the same factor.
     """
 
     def check() -> None:
@@ -387,6 +405,7 @@ def siglip_loss(
     return_stats: Literal[True],
     **keywords: Unpack[Keywords],
 ) -> tuple[Tensor, BatchStats]: ...
+@known_keywords
 def siglip_loss(
     image: Tensor,
     text: Tensor,
@@ -445,6 +464,8 @@ def _start(
     group, reduction, backend, tile, cache_bytes, precision = how
     team = Team.of(group)
     try:
+        more = () if options is None else (options.extra_keys, options.hard_negatives)
+        check_transform(call.split()[0], backend, (*features.values(), *numbers.values(), *more))
         check_features(features, empty=team.size > 1)
         check_choice("reduction", reduction, REDUCTIONS)
         for name, number in numbers.items():
@@ -463,6 +484,8 @@ def _start(
             )
         if not torch.compiler.is_compiling():  # the compiled operator finds out for itself
             registry.require(backend, next(iter(features.values())).device)
+        if not call.startswith("pair_lse"):  # which makes no claim about what its scores are
+            look_once(call, tuple(features.values()), numbers)
     except Exception as error:  # whatever it is, the other ranks are not left waiting
         team.refuse(error)
         raise

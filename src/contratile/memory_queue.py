@@ -1,9 +1,10 @@
-"""A queue of keys from earlier batches, the same on every rank: MoCo's negatives, or a cross-batch memory.
+"""A queue of keys from earlier batches, the same on every rank: MoCo's queue, or a cross-batch memory.
 
     queue = MemoryQueue(65536, 256)
     loss = info_nce(query, key, scale, extra_keys=queue.keys())
     queue.enqueue(key)
 
+As `extra_keys` they are negatives beside the other keys of the batch (MoCo's own loss has the queue alone).
 Every rank holds the whole queue, so that one rank's state dict is everybody's, whatever the number of ranks. Over a
 ring each key should be met once: `keys()` is this rank's share of them.
 """

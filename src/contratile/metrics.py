@@ -99,7 +99,7 @@ def zero_shot_metrics(
     check_features({"image": image, "classes": classes}, empty=False)
     check_choice("ties", ties, get_args(Ties))
     check_vector("targets", targets, length=len(image), device=image.device)
-    check_labels(targets, len(classes))
+    check_labels(targets, len(classes), name="targets", rows="classes")
     if not (_finite(image) and _finite(classes)):
         return {f"zero_shot_top{k}": float("nan") for k in ks}
     ranks, _ = _ranks(image, classes, targets.long(), cols=False, ties=ties, backend=backend, tile=tile)
@@ -133,7 +133,7 @@ def _pairs(image: Tensor, text: Tensor, image_of_text: Tensor | None, pairs: Ten
             bad_type("pairs", expected="a tensor of shape [P, 2]", got=found, remedy=remedy)
         for name, column, features in (("pairs[:, 0]", pairs[:, 0], image), ("pairs[:, 1]", pairs[:, 1], text)):
             check_vector(name, column, length=len(pairs), device=image.device)
-            check_labels(column, len(features))
+            check_labels(column, len(features), name=name, rows="image" if features is image else "text")
         return torch.unique(pairs.long(), dim=0)  # type: ignore[no-any-return]
     if image_of_text is None:
         if len(image) != len(text):
@@ -142,7 +142,7 @@ def _pairs(image: Tensor, text: Tensor, image_of_text: Tensor | None, pairs: Ten
             bad_value("image and text", expected="equally many rows", got=got, remedy=remedy)
         image_of_text = torch.arange(len(text), device=text.device)
     check_vector("image_of_text", image_of_text, length=len(text), device=text.device)
-    check_labels(image_of_text, len(image))
+    check_labels(image_of_text, len(image), name="image_of_text", rows="image")
     return torch.stack([image_of_text.long(), torch.arange(len(text), device=text.device)], 1)
 
 

@@ -1,4 +1,7 @@
-"""The losses as modules: they store keywords and call the function."""
+"""The losses as modules: they store keywords and call the function.
+
+Losses are fp32 (fp64 for fp64 features), also for 16-bit features.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from contratile import functional
-from contratile.errors import bad_type
 from contratile.functional import Keywords
+from contratile.keywords import known_keywords, names_of, passing_on, unknown_keyword
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -28,13 +31,13 @@ class _Loss(nn.Module):
 
     def __init__(self, function: Callable[..., Any], **keywords: Any) -> None:
         super().__init__()
-        of_call = signature(type(self).forward).parameters
-        parameters = signature(function).parameters.items()
-        known = [name for name, x in parameters if x.kind is Parameter.KEYWORD_ONLY and name not in of_call]
-        for name in keywords:
+        of_call = names_of(type(self).forward)
+        options = [x.name for x in signature(function).parameters.values() if x.kind is Parameter.KEYWORD_ONLY]
+        known = [*names_of(type(self).__init__), *(name for name in options if name not in of_call)]
+        for name, value in keywords.items():
             if name not in known:
-                expected = ", ".join(known)
-                bad_type(type(self).__name__, expected=f"keywords among {expected}", got=name, remedy="Drop it.")
+                elsewhere = "The call of the module", of_call
+                unknown_keyword(type(self).__name__, name, value, known, elsewhere=elsewhere)
         self.keywords = keywords
 
     def extra_repr(self) -> str:
@@ -51,6 +54,7 @@ class ClipLoss(_Loss):
     def __init__(self, **keywords: Unpack[ContrastKeywords]) -> None:
         super().__init__(functional.clip_loss, **keywords)
 
+    @passing_on(functional.clip_loss)
     def forward(
         self,
         image_features: Tensor,
@@ -60,7 +64,7 @@ class ClipLoss(_Loss):
         output_dict: bool = False,
         **negatives: Any,
     ) -> Any:
-        loss = functional.clip_loss(image_features, text_features, logit_scale, **self.keywords, **negatives)
+        loss = functional.clip_loss(image_features, text_features, logit_scale, **{**self.keywords, **negatives})
         return _answer(loss, output_dict)
 
 
@@ -74,6 +78,7 @@ class InfoNCE(_Loss):
         super().__init__(functional.info_nce, **keywords)
         self.scale = scale
 
+    @passing_on(functional.info_nce)
     def forward(
         self,
         query: Tensor,
@@ -85,7 +90,7 @@ class InfoNCE(_Loss):
         **negatives: Any,
     ) -> Any:
         scale = self.scale if scale is None else scale
-        loss = functional.info_nce(query, key, scale, labels=labels, **self.keywords, **negatives)
+        loss = functional.info_nce(query, key, scale, labels=labels, **{**self.keywords, **negatives})
         return _answer(loss, output_dict)
 
     def extra_repr(self) -> str:
@@ -99,6 +104,7 @@ class NTXent(_Loss):
         super().__init__(functional.nt_xent, **keywords)
         self.temperature = temperature
 
+    @known_keywords
     def forward(
         self, z1: Tensor, z2: Tensor, temperature: Tensor | float | None = None, *, output_dict: bool = False
     ) -> Any:
@@ -116,6 +122,7 @@ class SupCon(_Loss):
         super().__init__(functional.sup_con, **keywords)
         self.temperature = temperature
 
+    @known_keywords
     def forward(
         self, z: Tensor, labels: Tensor, temperature: Tensor | float | None = None, *, output_dict: bool = False
     ) -> Any:
@@ -132,6 +139,7 @@ class SigLipLoss(_Loss):
     def __init__(self, **keywords: Unpack[Keywords]) -> None:
         super().__init__(functional.siglip_loss, **keywords)
 
+    @known_keywords
     def forward(
         self,
         image_features: Tensor,

@@ -7,16 +7,20 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from contratile.train import checkpoint
+import contratile as ct
+from contratile import normalized
+from contratile.train import checkpoint, towers
 from contratile.train.config import load_config, to_toml
 from contratile.train.loop import Trainer
 from contratile.train.track import history
@@ -39,6 +43,21 @@ def test_every_loss_falls(table: Path, tmp_path: Path, loss: str) -> None:
     found = losses(tmp_path)
     assert outcome.finished and len(found) == 25
     assert sum(found[-5:]) < 0.97 * sum(found[:5])
+
+
+@pytest.mark.parametrize("norm", [1.0, 30.0])
+def test_features_that_are_not_normalised(
+    table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, norm: float
+) -> None:
+    """The loss does not look on an accelerator; the trainer does, at the first step, where it reads the loss."""
+    unit = torch.nn.functional.normalize
+    monkeypatch.setattr(towers, "F", SimpleNamespace(normalize=lambda x, dim: norm * unit(x, dim=dim)))
+    monkeypatch.setattr(normalized, "_looked", {"clip_loss"})
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", ct.NotNormalizedWarning)
+        Trainer(small(table, tmp_path, steps=2)).run()
+    told = [str(x.message) for x in found if x.category is ct.NotNormalizedWarning]
+    assert len(told) == (norm > 1) and all("clip: expected features of norm 1" in text for text in told)
 
 
 def test_what_is_learned_is_found_again(table: Path, tmp_path: Path) -> None:

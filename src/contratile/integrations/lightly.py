@@ -2,9 +2,12 @@
 
 from contratile.integrations.lightly import NTXentLoss       # was: from lightly.loss import NTXentLoss
 loss = NTXentLoss(temperature=0.5, gather_distributed=True)(out0, out1)
+
+Losses of 16-bit views are fp32; lightly's are of 16 bits.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,28 +15,38 @@ from torch.nn import functional as F
 
 from contratile.errors import bad_value, check_features, check_pairs
 from contratile.functional import nt_xent, pair_lse
+from contratile.integrations.attributes import CheckedModule
 from contratile.memory_queue import gather_rows
 from contratile.team import Team
 
 
-class NTXentLoss(nn.Module):
+class NTXentLoss(CheckedModule):
     """SimCLR's loss of two views; with a memory bank, MoCo's: the bank's keys are the only negatives.
 
     Views are normalised here, as lightly does. Negatives are this rank's own unless `gather_distributed`; with a bank
-    that means the keys of all ranks enter everybody's bank.
+    that means the keys of all ranks enter everybody's bank. The loss is fp32 (fp64 for fp64 views), also for 16-bit
+    views, where lightly's is of 16 bits.
     """
 
     def __init__(
         self, temperature: float = 0.5, memory_bank_size: int | Sequence[int] = 0, gather_distributed: bool = False
     ) -> None:
         super().__init__()
-        if not temperature >= 1e-8:
-            bad_value("temperature", expected="at least 1e-8", got=temperature, remedy="SimCLR uses 0.1 to 0.5.")
         self.temperature, self.gather_distributed = temperature, gather_distributed
+        self.cross_entropy = nn.CrossEntropyLoss()
+        self.eps = 1e-8
         size = (memory_bank_size,) if isinstance(memory_bank_size, int) else tuple(memory_bank_size)
         self.memory_bank = None if size[:1] == (0,) else _Bank(size)
 
+    def check_option(self, name: str, value: Any) -> Any:
+        if name == "temperature" and not value >= 1e-8:
+            bad_value("temperature", expected="at least 1e-8", got=value, remedy="SimCLR uses 0.1 to 0.5.")
+        if name == "cross_entropy":
+            _check_cross_entropy(value)
+        return value
+
     def forward(self, out0: Tensor, out1: Tensor) -> Tensor:
+        _check_cross_entropy(self.cross_entropy)  # its own options may have been set
         team = Team.of("auto" if self.gather_distributed else None)
         out0, out1 = F.normalize(out0, dim=1), F.normalize(out1, dim=1)
         if self.memory_bank is None:
@@ -46,6 +59,18 @@ class NTXentLoss(nn.Module):
         negatives, _ = pair_lse(out0, bank, 1 / self.temperature, cols=False, group=None)
         positive = (out0 * out1).sum(1).to(negatives.dtype) / self.temperature
         return F.softplus(negatives - positive).mean()
+
+
+def _check_cross_entropy(module: Any) -> None:
+    """lightly's is the plain mean, which is what is computed here without it."""
+    plain = nn.CrossEntropyLoss()
+    options = {name: getattr(module, name, None) for name in ("reduction", "label_smoothing", "ignore_index", "weight")}
+    if type(module) is not nn.CrossEntropyLoss or any(
+        x is not None if name == "weight" else x != getattr(plain, name) for name, x in options.items()
+    ):
+        got = f"{type(module).__name__} with {options}"
+        remedy = "contratile.info_nce has reduction=, label_smoothing= and weights=; or keep lightly's own loss."
+        bad_value("cross_entropy", expected="nn.CrossEntropyLoss() as it is", got=got, remedy=remedy)
 
 
 class _Bank(nn.Module):

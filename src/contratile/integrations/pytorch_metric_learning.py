@@ -4,18 +4,21 @@
     loss = NTXentLoss(temperature=0.07)(embeddings, labels)              # or (..., ref_emb=, ref_labels=)
 
 Embeddings are normalised here: the distance is the cosine, which is the default there, and so are the reducers. They
-may be wrapped in the package's `SelfSupervisedLoss`. Miners, other distances, reducers and regularisers are refused.
+may be wrapped in the package's `SelfSupervisedLoss`. Miners, other distances, reducers and regularisers are refused,
+given to the constructor or set later. Labels are compared for equality: integers, floats or bools. Losses of 16-bit
+embeddings are fp32; the package's are of 16 bits.
 """
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from contratile.contrast import as_tensor, class_losses
-from contratile.errors import bad_value, check_features, check_temperature, check_vector
+from contratile.errors import bad_value, check_features, check_temperature, check_transform, check_vector
+from contratile.integrations.attributes import CheckedModule
 from contratile.lse import Engine, pair_stats
 from contratile.ring import Ring
 from contratile.task import Inputs, Task
@@ -35,8 +38,8 @@ class Sets(NamedTuple):
         return Engine(Ring.flat(ALONE, (len(self.key_labels),), total=len(self.query)))
 
 
-class _Loss(nn.Module):
-    reducer: str
+class _Loss(CheckedModule):
+    default_reducer: str
 
     def __init__(
         self,
@@ -50,13 +53,27 @@ class _Loss(nn.Module):
     ) -> None:
         """A learned temperature is a tensor. The other options are the package's, and take its defaults only."""
         super().__init__()
-        check_temperature(temperature)
-        cosine = distance is None or (_is(distance, "CosineSimilarity") and distance.p == 2 and distance.power == 1)
-        self._refuse("distance", distance, "CosineSimilarity()", known=cosine)
-        self._refuse("reducer", reducer, f"{self.reducer}()", known=reducer is None or _is(reducer, self.reducer))
-        self._refuse("embedding_regularizer", embedding_regularizer, "None", known=embedding_regularizer is None)
-        self._refuse("collect_stats", collect_stats, "False", known=not collect_stats)
         self.temperature = temperature
+        self.distance = distance
+        self.reducer = reducer
+        self.embedding_regularizer = embedding_regularizer
+        self.embedding_reg_weight = embedding_reg_weight
+        self.collect_stats = bool(collect_stats)
+
+    def check_option(self, name: str, value: Any) -> Any:
+        if name == "temperature":
+            check_temperature(value)
+        elif name == "distance":
+            cosine = value is None or (_is(value, "CosineSimilarity") and value.p == 2 and value.power == 1)
+            self._refuse(name, value, "CosineSimilarity()", known=cosine)
+        elif name == "reducer":
+            known = value is None or _is(value, self.default_reducer)
+            self._refuse(name, value, f"{self.default_reducer}()", known=known)
+        elif name == "embedding_regularizer":
+            self._refuse(name, value, "None", known=value is None)
+        elif name == "collect_stats":
+            self._refuse(name, value, "False", known=not value)
+        return value
 
     @staticmethod
     def _refuse(name: str, value: object, default: str, *, known: bool) -> None:
@@ -84,16 +101,19 @@ class _Loss(nn.Module):
         return self._loss(x)
 
     def _sets(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor | None, ref_labels: Tensor | None) -> Sets:
+        check_transform(type(self).__name__, "auto", (embeddings, ref_emb))
         check_features({"embeddings": embeddings}, empty=False)
-        classes = _classes("labels", labels, embeddings)
         query = F.normalize(embeddings, dim=1)
+        mine = _vector("labels", labels, embeddings)
         if ref_emb is None or ref_labels is None or (ref_emb is embeddings and ref_labels is labels):
+            classes, _ = _classes(mine, mine)
             return Sets(query, None, classes, classes)
         if ref_labels is labels:
             remedy = "pytorch_metric_learning would leave out pair (i, i): pass ref_labels.clone() to count it."
             bad_value("ref_labels", expected="a tensor of its own", got="labels", remedy=remedy)
         check_features({"embeddings": embeddings, "ref_emb": ref_emb}, empty=False)
-        return Sets(query, F.normalize(ref_emb, dim=1), classes, _classes("ref_labels", ref_labels, ref_emb))
+        classes, ref_classes = _classes(mine, _vector("ref_labels", ref_labels, ref_emb))
+        return Sets(query, F.normalize(ref_emb, dim=1), classes, ref_classes)
 
     def _loss(self, x: Sets) -> Tensor:
         raise NotImplementedError
@@ -107,12 +127,31 @@ def _is(x: object, name: str) -> bool:
     return type(x).__name__ == name and type(x).__module__.split(".")[0] == "pytorch_metric_learning"
 
 
-def _classes(name: str, labels: Tensor, embeddings: Tensor) -> Tensor:
-    """Labels may be on another device, as in the package."""
-    if isinstance(labels, Tensor):
-        labels = labels.to(embeddings.device)
-    check_vector(name, labels, length=len(embeddings), device=embeddings.device)
-    return labels.long()
+def _vector(name: str, labels: Tensor, embeddings: Tensor) -> Tensor:
+    """One label for each embedding: integers, floats or bools, on any device, as in the package."""
+    if not isinstance(labels, Tensor) or not (labels.is_floating_point() or labels.dtype == torch.bool):
+        labels = labels.to(embeddings.device) if isinstance(labels, Tensor) else labels
+        check_vector(name, labels, length=len(embeddings), device=embeddings.device)
+        return labels
+    labels = labels.to(embeddings.device)
+    shape = torch.empty_like(labels, dtype=torch.long)
+    check_vector(name, shape, length=len(embeddings), device=embeddings.device)
+    if labels.is_floating_point() and bool(labels.isnan().any()):
+        remedy = "A NaN equals nothing, not even itself: give each embedding without a label one of its own."
+        bad_value(name, expected="labels that can be compared", got="NaN among them", remedy=remedy)
+    return labels
+
+
+def _classes(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers that are equal where `labels == ref_labels` is True, by PyTorch's rules for mixed dtypes."""
+    if not (labels.is_floating_point() or ref_labels.is_floating_point()):
+        return labels.long(), ref_labels.long()
+    dtype = torch.promote_types(labels.dtype, ref_labels.dtype)
+    both = torch.cat([labels.to(dtype), ref_labels.to(dtype)])
+    if dtype != torch.float64:
+        both = both.float()  # exact, and known to `unique` on every device
+    numbers = torch.unique(both + 0.0, return_inverse=True)[1]  # -0.0 equals 0.0
+    return numbers[: len(labels)], numbers[len(labels) :]
 
 
 class NTXentLoss(_Loss):
@@ -122,7 +161,7 @@ class NTXentLoss(_Loss):
     are visited in chunks, none is kept: memory is linear in the batch, whatever the size of the classes.
     """
 
-    reducer = "MeanReducer"
+    default_reducer = "MeanReducer"
 
     def __init__(self, temperature: Tensor | float = 0.07, **options: Any) -> None:
         super().__init__(temperature, **options)
@@ -140,7 +179,7 @@ class NTXentLoss(_Loss):
 class SupConLoss(_Loss):
     """`contratile.sup_con`; anchors without a positive do not count in the mean."""
 
-    reducer = "AvgNonZeroReducer"
+    default_reducer = "AvgNonZeroReducer"
 
     def __init__(self, temperature: Tensor | float = 0.1, **options: Any) -> None:
         super().__init__(temperature, **options)

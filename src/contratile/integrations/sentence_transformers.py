@@ -6,9 +6,10 @@
     SentenceTransformerTrainer(model=model, train_dataset=pairs, loss=loss).train()
 
 `CachedMultipleNegativesRankingLoss` is the same for batches of any size. Values and gradients are those of the
-package's losses. An option that has no counterpart here is refused by its name, never ignored. `margin`, `tile` and
-`cache_bytes` are additions, with the meaning they have in `contratile.info_nce`.
-The package itself is not imported.
+package's losses. An option that has no counterpart here is refused by its name, never ignored, whether it is given to
+the constructor or set as an attribute later. `margin`, `tile` and `cache_bytes` are additions, with the meaning they
+have in `contratile.info_nce`. Losses of 16-bit embeddings are fp32, as in the package; under autocast they stay fp32,
+where the package's are of 16 bits. The package itself is not imported.
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ from contratile.functional import clip_loss, info_nce
 from contratile.grad_cache import GradCache
 from contratile.grad_cache.chunks import cut
 from contratile.grad_cache.offload import Offload
+from contratile.integrations.attributes import CheckedModule
 
 Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]
 Similarity = Callable[[Tensor, Tensor], Tensor]
 _DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
-_SIMILARITIES = {"cos_sim": "cos_sim", "pytorch_cos_sim": "cos_sim", "dot_score": "dot_score"}
+_SIMILARITIES = {"cos_sim": True, "pytorch_cos_sim": True, "dot_score": False}
+"""Whether the embeddings are normalised before their products."""
+
+_HARDNESS = ("in_batch_negatives", "hard_negatives", "all_negatives")
 _OTHERWISE = "or keep sentence-transformers' own loss for it."
 _FLAT = {
     "cu_seq_lens_q": f"Load the model without input flattening, {_OTHERWISE}",
@@ -39,7 +44,12 @@ _FLAT = {
 }
 
 
-class MultipleNegativesRankingLoss(nn.Module):
+def cos_sim(a: Tensor, b: Tensor) -> Tensor:
+    """The package's function of that name, for where the package is not loaded."""
+    return F.normalize(a, dim=-1) @ F.normalize(b, dim=-1).mT
+
+
+class MultipleNegativesRankingLoss(CheckedModule):
     """Each query's positive against all documents of the batch, and of all devices if they are gathered. Replaces
 
         docs = torch.cat(columns[1:])                        # positives, then columns of hard negatives
@@ -47,7 +57,9 @@ class MultipleNegativesRankingLoss(nn.Module):
         return F.cross_entropy(scores, torch.arange(len(scores)))
 
     With `directions=("query_to_doc", "doc_to_query"), partition_mode="per_direction"` the mean of this and of the
-    positives against all queries. `similarity_fct` is the package's cos_sim (as is None) or dot_score.
+    positives against all queries. `similarity_fct` is the package's cos_sim (as is None) or dot_score, a
+    `functools.partial` of these without arguments, or `model.similarity` of a model that has chosen one of the two.
+    Every option is also an attribute, and may be changed between calls.
     """
 
     def __init__(
@@ -68,19 +80,34 @@ class MultipleNegativesRankingLoss(nn.Module):
         super().__init__()
         if not scale > 0:
             bad_value("scale", expected="a positive number", got=scale, remedy="It is 1 / temperature.")
-        _check_directions(directions, partition_mode)
-        if hardness_mode is not None or hardness_strength:
-            got, remedy = f"{hardness_mode!r} of strength {hardness_strength}", f"Drop both options, {_OTHERWISE}"
-            bad_value("hardness_mode and hardness_strength", expected="neither", got=got, remedy=remedy)
         self.model = model
         self.scale = scale
-        self.similarity = _similarity_name(similarity_fct)
+        self.similarity_fct = similarity_fct
         self.gather_across_devices = gather_across_devices
-        self.directions = tuple(directions)
+        self.directions = directions
         self.partition_mode = partition_mode
+        self.hardness_mode = hardness_mode
+        self.hardness_strength = hardness_strength
         self.margin = margin
         self.tile = tile
         self.cache_bytes = cache_bytes
+
+        _check_partition(self.directions, partition_mode)
+
+    def check_option(self, name: str, value: Any) -> Any:
+        """What cannot be honoured is refused here. The two options of directions are compared at the call: they are set
+        one after the other."""
+        if name == "similarity_fct":
+            value = _cos_sim() if value is None else value
+            _is_cosine(value)
+        elif name == "directions":
+            value = _checked_directions(value)
+        elif name == "partition_mode":
+            check_choice(name, value, ("joint", "per_direction"))
+        elif name in ("hardness_mode", "hardness_strength"):
+            now = {"hardness_mode": None, "hardness_strength": 0.0, **self.__dict__, name: value}
+            _check_hardness(now["hardness_mode"], now["hardness_strength"])
+        return value
 
     @property
     def symmetric(self) -> bool:
@@ -99,12 +126,13 @@ class MultipleNegativesRankingLoss(nn.Module):
         if len(embeddings) < 2:
             remedy = "The dataset needs an anchor and a positive, and may have columns of negatives after them."
             bad_value("sentence_features", expected="two columns or more", got=len(embeddings), remedy=remedy)
+        _check_partition(self.directions, self.partition_mode)
         if self.symmetric:
             check_pairs("anchors and positives", *embeddings[:2])
         # As in the package, at least fp32: the length of a 16-bit embedding may not fit into 16 bits.
         dtype = reduce(torch.promote_types, (x.dtype for x in embeddings), torch.float32)
         embeddings = [x.to(dtype) for x in embeddings]
-        if self.similarity == "cos_sim":
+        if _is_cosine(self.similarity_fct):  # asked at each call: a model may choose another in between
             embeddings = [F.normalize(x, dim=-1) for x in embeddings]
         query, positive, *negatives = embeddings
         loss = clip_loss if self.symmetric else info_nce
@@ -123,10 +151,12 @@ class MultipleNegativesRankingLoss(nn.Module):
         """What the model card lists."""
         return {
             "scale": self.scale,
-            "similarity_fct": self.similarity,
+            "similarity_fct": _similarity_name(self.similarity_fct),
             "gather_across_devices": self.gather_across_devices,
             "directions": self.directions,
             "partition_mode": self.partition_mode,
+            "hardness_mode": self.hardness_mode,
+            "hardness_strength": self.hardness_strength,
             "margin": self.margin,
         }
 
@@ -212,6 +242,11 @@ class CachedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
         self.mini_batch_num_tokens = mini_batch_num_tokens
         self.show_progress_bar = show_progress_bar
         self.offload = offload
+
+    @property
+    def loss(self) -> MultipleNegativesRankingLoss:
+        """The package keeps the options on a loss inside of this one; here they are its own."""
+        return self
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """The trainer's call. Gradients of embeddings are found here; those of the model come with `backward()`."""
@@ -313,14 +348,13 @@ class _Embedding(nn.Module):
         return embedding
 
 
-def _check_directions(directions: tuple[Direction, ...], partition_mode: str) -> None:
-    """One direction, or two that are normalised apart: all others mix scores of several matrices in one softmax."""
+def _checked_directions(directions: Any) -> tuple[str, ...]:
+    """One direction, or two: all others mix scores of several matrices in one softmax."""
     if isinstance(directions, str) or not directions:
         remedy = "Pass a tuple, for example ('query_to_doc',)."
         bad_value("directions", expected="a tuple of names", got=repr(directions), remedy=remedy)
     for direction in directions:
         check_choice("directions", direction, _DIRECTIONS)
-    check_choice("partition_mode", partition_mode, ("joint", "per_direction"))
     if "query_to_doc" not in directions:
         remedy = "It is the one that holds the positives: add it."
         bad_value("directions", expected="'query_to_doc' among them", got=directions, remedy=remedy)
@@ -328,24 +362,60 @@ def _check_directions(directions: tuple[Direction, ...], partition_mode: str) ->
         if direction in directions:
             remedy = f"Drop {direction!r}, {_OTHERWISE}"
             bad_value("directions", expected="'query_to_doc' or both ways", got=directions, remedy=remedy)
+    return tuple(directions)
+
+
+def _check_partition(directions: tuple[str, ...], partition_mode: str) -> None:
     if "doc_to_query" in directions and partition_mode == "joint":
         remedy = f"Pass partition_mode='per_direction', drop 'doc_to_query', {_OTHERWISE}"
         bad_value("partition_mode", expected="'per_direction' for two directions", got="'joint'", remedy=remedy)
 
 
-def _similarity_name(function: Similarity | None) -> str:
-    """'cos_sim' or 'dot_score'. Functions are known by name and home, as the package may not be there to compare."""
-    if function is None:
-        return "cos_sim"
+def _check_hardness(hardness_mode: str | None, hardness_strength: float) -> None:
+    """As in the package, a mode without strength and a strength without mode change nothing."""
+    if hardness_mode is not None:
+        check_choice("hardness_mode", hardness_mode, _HARDNESS)
+    if not hardness_strength >= 0:
+        remedy = "It multiplies the similarity of negatives; 0 is no weighting."
+        bad_value("hardness_strength", expected="a number from 0 up", got=hardness_strength, remedy=remedy)
+    if hardness_mode is not None and hardness_strength > 0:
+        got, remedy = f"{hardness_mode!r} of strength {hardness_strength}", f"Drop one of them, {_OTHERWISE}"
+        bad_value("hardness_mode and hardness_strength", expected="at most one of them", got=got, remedy=remedy)
+
+
+def _cos_sim() -> Similarity:
+    """The package's own function if it is loaded."""
+    package = sys.modules.get("sentence_transformers.util")
+    function: Similarity = getattr(package, "cos_sim", cos_sim)
+    return function
+
+
+def _unwrapped(function: Any) -> Any:
+    """What a `functools.partial` without arguments of its own stands for."""
+    while isinstance(function, partial) and not function.args and not function.keywords:
+        function = function.func
+    return function
+
+
+def _similarity_name(function: Any) -> str:
+    """The name that the package's model card has for it."""
+    function = _unwrapped(function)
     owner: Any = getattr(function, "__self__", None)
-    name = getattr(function, "__name__", None)
-    home = getattr(function, "__module__", None) or ""
+    name = getattr(function, "__name__", type(function).__name__)
     if name == "similarity" and hasattr(owner, "similarity_fn_name"):  # the model's own, whichever it has chosen
-        name = {"cosine": "cos_sim", "dot": "dot_score"}.get(str(owner.similarity_fn_name), owner.similarity_fn_name)
-    if name in _SIMILARITIES and home.split(".")[0] == "sentence_transformers":
+        chosen = str(getattr(owner.similarity_fn_name, "value", owner.similarity_fn_name))
+        return {"cosine": "cos_sim", "dot": "dot_score"}.get(chosen, chosen)
+    return str(name)
+
+
+def _is_cosine(function: Any) -> bool:
+    """Cosines or products. Functions are known by name and home, as the package may not be there to compare."""
+    function, name = _unwrapped(function), _similarity_name(function)
+    home = getattr(function, "__module__", None) or ""
+    if name in _SIMILARITIES and (home.split(".")[0] == "sentence_transformers" or function is cos_sim):
         return _SIMILARITIES[name]
+    got = f"{home}.{name}" if hasattr(function, "__name__") else repr(function)
     remedy = f"Scores here are products of embeddings: pass one of the two, {_OTHERWISE}"
-    got = f"{home}.{name}" if name else type(function).__name__
     bad_type("similarity_fct", expected="sentence_transformers.util's cos_sim or dot_score", got=got, remedy=remedy)
 
 

@@ -28,6 +28,7 @@ from contratile.data.loader import Batch, Loader
 from contratile.data.sample import Source
 from contratile.errors import bad_value
 from contratile.grad_cache import GradCache
+from contratile.normalized import warn_not_normalized
 from contratile.train import checkpoint
 from contratile.train.config import CONFIG, TrainConfig, load_config, save_config, to_dict
 from contratile.train.evaluate import Encoded, encode, not_finite, retrieval, to_device
@@ -198,6 +199,8 @@ class Trainer:
         if not torch.isfinite(loss):
             self._set_aside()
             self._diagnose(f"the loss of step {self.step + 1} is {float(loss)}")
+        if self.step == 0 and self.objective.norms is not None:  # the loss was read just now: nothing waits for this
+            warn_not_normalized(self.config.loss.loss, self.objective.norms.tolist(), scale_of(towers))
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = self.accelerator.clip_grad_norm_(trained, optim.clip_grad or math.inf)
         # Of fp16, whose gradients are scaled up, accelerate leaves such a step out and lowers the factor.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from contratile import functional
 from contratile.contrast import BatchStats
+from contratile.normalized import typical_norms
 from contratile.train.config import LossConfig
 
 
@@ -27,12 +28,14 @@ class Objective(nn.Module):
         self.config = config
         self.texts: list[str] = []
         self.stats: BatchStats | None = None
+        self.norms: Tensor | None = None
+        """Typical norms of both sides, for whoever reads numbers from the device next."""
 
     def forward(self, left: Tensor, right: Tensor, *, scale: Tensor, bias: Tensor | None = None) -> Tensor:
         config = self.config
         how: dict[str, Any] = {"backend": config.backend, "cache_bytes": config.cache_mib << 20}
         ids = torch.tensor([number_of(text) for text in self.texts], dtype=torch.long, device=left.device)
-        self.stats = None
+        self.stats, self.norms = None, typical_norms((left, right)) if len(left) else None
         if config.loss == "ntxent":
             return functional.nt_xent(left, right, 1 / scale, **how)  # type: ignore[no-any-return]  # how hides the overload
         if config.loss == "supcon":
