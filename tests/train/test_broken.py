@@ -12,7 +12,8 @@ from contratile.cli import main
 from contratile.data import Broken, Indexed
 from contratile.data.catalog import open_source
 from contratile.train.config import TrainConfig, to_toml
-from contratile.train.evaluate import encode, load_gallery
+from contratile.train.evaluate import encode
+from contratile.train.gallery import load_gallery
 from contratile.train.locked import kept_outputs, rows_of
 from contratile.train.loop import Trainer
 from contratile.train.track import history
@@ -128,12 +129,13 @@ def test_the_commands(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert f"({n} broken ones are left out)" in (folder / "report.html").read_text(encoding="utf-8")
     gallery = load_gallery(folder)
     captions = dict(line.split(",") for line in table.read_text().splitlines()[1:])
-    names = [line.split(",")[0] for line in table.read_text().splitlines()]
-    assert gallery.texts == [captions[names[int(key.split(":")[1]) - 1]] for key in gallery.keys]
+    assert [gallery.caption(item) for item in range(len(gallery.names))] == [
+        captions[Path(name).name] for name in gallery.names
+    ]
 
     assert main(["eval", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["broken"] == n and found["pairs"] == len(gallery.keys)
+    assert found["broken"] == n and found["pairs"] == len(gallery.pairs)
     assert main(["eval", str(folder)]) == 0
     assert f"{found['pairs']} pairs of pairs.csv (test) ({n} broken ones are left out)" in capsys.readouterr().out
     assert main(["eval", str(folder), "--broken-limit", "3"]) == 2
