@@ -54,14 +54,13 @@ class Scores(NamedTuple):
         return self.alpha if self.folded else torch.where(self.alpha < 0, -1, 1).to(self.alpha.dtype)
 
     def products(self, q_RD: Tensor, k_CD: Tensor, tile: Tile, out: Tensor, spare: Tensor) -> Tensor:
-        """The products of a tile. Of one set they are symmetric to the last bit: its upper triangle decides."""
+        """The products of a tile. Those of one set are made symmetric to the last bit."""
         if self.plan.flipped:
             torch.mm(k_CD, q_RD.t(), out=out.t())
         else:
             torch.mm(q_RD, k_CD.t(), out=out)
         if self.k is None and tile.rows == tile.cols:
-            torch.triu(out, 1, out=spare)
-            out.triu_().add_(spare.t())
+            torch.maximum(out, spare.copy_(out.t()), out=out)  # of two roundings of one number
         return out
 
     def score_(self, products: Tensor, *, bias: bool = True) -> Tensor:
