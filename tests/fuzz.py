@@ -1,0 +1,182 @@
+"""Random calls of every loss in every dtype, each held to the rule of precision.
+
+    python -m tests.fuzz --cases 20000 --seed 0        # exit code 1 if the rule was broken
+    python -m tests.fuzz --only 0:1234                 # one case again, with its numbers
+
+The rule, with errors as the largest absolute difference of a tensor from `contratile.reference` in fp64:
+
+    value       error <=       naive error + eps
+    gradient    error <= 1.5 * naive error + eps        of features, keys, extra keys, hard negatives, scale and bias
+
+and nothing that is finite in the naive formula may be non-finite. An exception breaks the rule too.
+
+naive error     That of `contratile.reference` on the same numbers in the accumulation dtype (fp32, or fp64 for fp64
+                features), gradients then rounded to the dtype of what they belong to: what mixed precision gives
+                to somebody who writes the formula down. One such error is partly luck: a mean of errors of both
+                signs can be 0. It is therefore the largest of `RUNS`: one on the numbers themselves, the others on
+                numbers moved by up to two units in their last place, which draws every rounding anew. Where
+                rounding decides much (two large scores almost equal), that shows it; where it decides nothing (one
+                key far above the others, a single pair), these runs agree and the rule is as sharp as without them.
+eps             `ROUNDINGS` roundings of the accumulation dtype at the largest element of the true result: ours divides
+                the scale by ln 2, multiplies it into the queries, multiplies the result by ln 2 and by a row's share,
+                each of which rounds once more than the naive formula. Nothing in it grows with the scores.
+              + half a unit in the last place of the largest element, if it is returned in 16 bit: the result is
+                rounded, and to which side is luck in both.
+              + the smallest number of the dtype: below it there is nothing to be precise with. Exponentials of fp32
+                end at about 1e-38, and what they are multiplied with (scale and features) is below 1e10 here.
+
+Margins of whole-number features sit on ties: products are exact, so is the comparison, and moved numbers are compared
+with the margin less 1/2, which no whole number can tell from the margin.
+"""
+
+import argparse
+import sys
+import time
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import contratile as ct
+from contratile import reference
+from tests.fuzz_cases import WHOLE, Case, draw
+from tests.helpers import accumulation
+
+RUNS = 4
+ROUNDINGS = 8
+FACTORS = {"value": 1.0, "gradient": 1.5}
+SMALLEST = {torch.float64: 1e-290, torch.float32: 1e-28, torch.bfloat16: 1e-28, torch.float16: 2.0**-25}
+
+
+class Verdict(NamedTuple):
+    """How one tensor did: `ratio` is its error in units of what is allowed."""
+
+    case: Case
+    what: str
+    error: float
+    naive: float
+    eps: float
+    ratio: float
+
+    def __str__(self) -> str:
+        told = f"error {self.error:.2e}, naive {self.naive:.2e}, eps {self.eps:.2e}"
+        return f"{self.ratio:9.3g}  {self.what}: {told}  | {self.case}"
+
+
+def judge(case: Case) -> list[Verdict]:
+    """One verdict for each value and each gradient."""
+    acc = accumulation(case.dtype)
+    true = results(case, reference, torch.float64)
+    runs = [results(case, reference, acc, moved=number) for number in range(RUNS)]
+    try:
+        got = results(case, ct, None)
+    except Exception as error:  # whatever it is: the naive formula went through
+        return [Verdict(case, f"raised {type(error).__name__}", float("inf"), 0.0, 0.0, float("inf"))]
+    return [
+        verdict(case, what, got[what], true[what], [run[what] for run in runs], acc)
+        for what in true
+        if runs[0][what].isfinite().all() and true[what].isfinite().all() and true[what].numel()
+    ]
+
+
+def verdict(case: Case, what: str, got: Tensor, true: Tensor, naive: list[Tensor], acc: torch.dtype) -> Verdict:
+    size = float(true.abs().max())
+    eps = ROUNDINGS * torch.finfo(acc).eps / 2 * size + SMALLEST[got.dtype]
+    if got.dtype != acc and torch.finfo(got.dtype).bits == 16:
+        eps += torch.finfo(got.dtype).eps / 2 * size
+    dense = max(distance(x, true) for x in naive if x.isfinite().all())
+    kind = what.split()[0]
+    error = distance(got, true) if got.isfinite().all() else float("inf")
+    return Verdict(case, what, error, dense, eps, error / (FACTORS[kind] * dense + eps))
+
+
+def distance(x: Tensor, true: Tensor) -> float:
+    return float((x.double() - true).abs().max())
+
+
+def results(case: Case, module: Any, dtype: torch.dtype | None, moved: int = 0) -> dict[str, Tensor]:
+    """Values and gradients of one call: `ct` on the numbers as they are, `reference` in `dtype`."""
+    generator = torch.Generator().manual_seed(moved)
+    leaves = {name: moved_by(x.detach().to(dtype or x.dtype), moved, generator) for name, x in case.leaves.items()}
+    constants = {name: converted(x, dtype) for name, x in case.constants.items()}
+    if moved and case.kind in WHOLE and "margin" in constants:
+        constants["margin"] -= 0.5
+    for x in leaves.values():
+        x.requires_grad_()
+    how = {**case.how, "group": None} if module is ct else {}
+    out = getattr(module, case.loss)(**leaves, **constants, **how)
+    values = [x for x in ([out] if isinstance(out, Tensor) else out) if x.numel()]
+    upstream = [given(x, number) for number, x in enumerate(values)]
+    grads = torch.autograd.grad(values, list(leaves.values()), upstream)
+    found = {f"value {number}": value.detach() for number, value in enumerate(values)}
+    for name, grad in zip(leaves, grads, strict=True):
+        found[f"gradient {name}"] = grad if dtype in (None, torch.float64) else grad.to(case.leaves[name].dtype)
+    return found
+
+
+def moved_by(x: Tensor, moved: int, generator: torch.Generator) -> Tensor:
+    """The same numbers, or each moved by up to two units in its last place."""
+    if not moved:
+        return x
+    units = torch.randint(-2, 3, x.shape, generator=generator).to(x.dtype)
+    return x * (1 + units * torch.finfo(x.dtype).eps)
+
+
+def converted(x: Any, dtype: torch.dtype | None) -> Any:
+    return x.to(dtype or x.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def given(value: Tensor, number: int) -> Tensor:
+    """The upstream gradient: 1 for a scalar, random for a vector."""
+    if value.dim() == 0:
+        return torch.ones_like(value)
+    generator = torch.Generator().manual_seed(1000 + number)
+    return torch.randn(value.shape, generator=generator).to(value.dtype)
+
+
+def violations(cases: int, seed: int) -> list[Verdict]:
+    """What breaks the rule in these cases, worst first."""
+    found = (v for number in range(cases) for v in judge(draw(seed, number)))
+    return sorted((v for v in found if not v.ratio <= 1), key=lambda v: -v.ratio)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Random calls of every loss, held to the rule of precision.")
+    parser.add_argument("--cases", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", metavar="SEED:NUMBER", help="judge this case alone and print all its numbers")
+    parser.add_argument("--worst", type=int, default=25, help="how many of the worst to print")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.only:
+        seed, number = (int(x) for x in options.only.split(":"))
+        found = judge(draw(seed, number))
+        print(*found, sep="\n")
+        return int(any(not v.ratio <= 1 for v in found))
+    return fuzz(options.cases, options.seed, options.worst)
+
+
+def fuzz(cases: int, seed: int, worst: int) -> int:
+    """Judge, telling how far it is; 1 if the rule was broken."""
+    start = time.time()
+    broken: set[str] = set()
+    bad: list[Verdict] = []
+    near: list[Verdict] = []
+    for done in range(1, cases + 1):
+        found = judge(draw(seed, done - 1))
+        bad += [v for v in found if not v.ratio <= 1]
+        near += [v for v in found if v.ratio <= 1]
+        broken |= {v.case.name for v in bad[-len(found) :]}
+        if done % 1000 == 0 or done == cases:
+            near = sorted(near, key=lambda v: -v.ratio)[:worst]
+            print(f"{done} cases, {len(broken)} break the rule, {time.time() - start:.0f} s", flush=True)
+    print(f"\nworst {worst}: error / allowed", *sorted(bad + near, key=lambda v: -v.ratio)[:worst], sep="\n")
+    print("violations by loss:", dict(Counter(v.case.loss for v in bad)) or "none")
+    print("violations by tensor:", dict(Counter(v.what for v in bad)) or "none")
+    print("violations by kind of numbers:", dict(Counter(v.case.kind for v in bad)) or "none")
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
