@@ -43,7 +43,7 @@ from contratile import reference
 from tests.fuzz_cases import WHOLE, Case, draw
 from tests.helpers import accumulation
 
-RUNS = 4
+FEW, RUNS = 4, 64
 ROUNDINGS = 8
 FACTORS = {"value": 1.0, "gradient": 1.5}
 SMALLEST = {torch.float64: 1e-290, torch.float32: 1e-28, torch.bfloat16: 1e-28, torch.float16: 2.0**-25}
@@ -67,38 +67,40 @@ class Verdict(NamedTuple):
 def judge(case: Case) -> list[Verdict]:
     """One verdict for each value and each gradient."""
     acc = accumulation(case.dtype)
-    true = results(case, reference, torch.float64)
-    runs = [results(case, reference, acc, moved=number) for number in range(RUNS)]
+    true, naive = results(case, reference, torch.float64), results(case, reference, acc)
     try:
         got = results(case, ct, None)
     except Exception as error:  # whatever it is: the naive formula went through
         return [Verdict(case, f"raised {type(error).__name__}", float("inf"), 0.0, 0.0, float("inf"))]
-    return [
-        verdict(case, what, got[what], true[what], [run[what] for run in runs], acc)
-        for what in true
-        if runs[0][what].isfinite().all() and true[what].isfinite().all() and true[what].numel()
-    ]
+    known = [what for what in true if naive[what].isfinite().all() and true[what].isfinite().all() and true[what].numel()]
+    worst = {what: distance(naive[what], true[what]) for what in known}
+    for run in range(1, RUNS):
+        found = {what: verdict(case, what, got[what], true[what], worst[what], acc) for what in known}
+        if run >= FEW and all(v.ratio <= 1 for v in found.values()):
+            break
+        again = results(case, reference, acc, moved=run)
+        worst = {what: max(worst[what], distance(again[what], true[what])) for what in known}
+    return list(found.values())
 
 
-def verdict(case: Case, what: str, got: Tensor, true: Tensor, naive: list[Tensor], acc: torch.dtype) -> Verdict:
+def verdict(case: Case, what: str, got: Tensor, true: Tensor, naive: float, acc: torch.dtype) -> Verdict:
     size = float(true.abs().max())
     eps = ROUNDINGS * torch.finfo(acc).eps / 2 * size + SMALLEST[got.dtype]
     if got.dtype != acc and torch.finfo(got.dtype).bits == 16:
         eps += torch.finfo(got.dtype).eps / 2 * size
-    dense = max(distance(x, true) for x in naive if x.isfinite().all())
-    kind = what.split()[0]
-    error = distance(got, true) if got.isfinite().all() else float("inf")
-    return Verdict(case, what, error, dense, eps, error / (FACTORS[kind] * dense + eps))
+    error = distance(got, true)
+    return Verdict(case, what, error, naive, eps, error / (FACTORS[what.split()[0]] * naive + eps))
 
 
 def distance(x: Tensor, true: Tensor) -> float:
-    return float((x.double() - true).abs().max())
+    return float((x.double() - true).abs().max()) if x.isfinite().all() else float("inf")
 
 
 def results(case: Case, module: Any, dtype: torch.dtype | None, moved: int = 0) -> dict[str, Tensor]:
     """Values and gradients of one call: `ct` on the numbers as they are, `reference` in `dtype`."""
     generator = torch.Generator().manual_seed(moved)
-    leaves = {name: moved_by(x.detach().to(dtype or x.dtype), moved, generator) for name, x in case.leaves.items()}
+    order = torch.randperm(next(iter(case.leaves.values())).shape[1], generator=generator) if moved else None
+    leaves = {name: moved_by(x.detach().to(dtype or x.dtype), order, generator) for name, x in case.leaves.items()}
     constants = {name: converted(x, dtype) for name, x in case.constants.items()}
     if moved and case.kind in WHOLE and "margin" in constants:
         constants["margin"] -= 0.5
@@ -111,16 +113,17 @@ def results(case: Case, module: Any, dtype: torch.dtype | None, moved: int = 0) 
     grads = torch.autograd.grad(values, list(leaves.values()), upstream)
     found = {f"value {number}": value.detach() for number, value in enumerate(values)}
     for name, grad in zip(leaves, grads, strict=True):
+        grad = grad if order is None or grad.dim() == 0 else grad[..., order.argsort()]
         found[f"gradient {name}"] = grad if dtype in (None, torch.float64) else grad.to(case.leaves[name].dtype)
     return found
 
 
-def moved_by(x: Tensor, moved: int, generator: torch.Generator) -> Tensor:
-    """The same numbers, or each moved by up to two units in its last place."""
-    if not moved:
+def moved_by(x: Tensor, order: Tensor | None, generator: torch.Generator) -> Tensor:
+    """The same numbers; or in another order of features, each moved by up to two units in its last place."""
+    if order is None:
         return x
     units = torch.randint(-2, 3, x.shape, generator=generator).to(x.dtype)
-    return x * (1 + units * torch.finfo(x.dtype).eps)
+    return (x if x.dim() == 0 else x[..., order]) * (1 + units * torch.finfo(x.dtype).eps)
 
 
 def converted(x: Any, dtype: torch.dtype | None) -> Any:
