@@ -13,17 +13,28 @@ and nothing that is finite in the naive formula may be non-finite. An exception 
 naive error     That of `contratile.reference` on the same numbers in the accumulation dtype (fp32, or fp64 for fp64
                 features), gradients then rounded to the dtype of what they belong to: what mixed precision gives
                 to somebody who writes the formula down. One such error is partly luck: a mean of errors of both
-                signs can be 0. It is therefore the largest of `RUNS`: one on the numbers themselves, the others on
-                numbers moved by up to two units in their last place, which draws every rounding anew. Where
-                rounding decides much (two large scores almost equal), that shows it; where it decides nothing (one
-                key far above the others, a single pair), these runs agree and the rule is as sharp as without them.
-eps             `ROUNDINGS` roundings of the accumulation dtype at the largest element of the true result: ours divides
-                the scale by ln 2, multiplies it into the queries, multiplies the result by ln 2 and by a row's share,
-                each of which rounds once more than the naive formula. Nothing in it grows with the scores.
-              + half a unit in the last place of the largest element, if it is returned in 16 bit: the result is
+                signs can be 0. It is therefore the largest of several: one on the numbers themselves, the others
+                with features in another order and each number moved by up to `UNITS` in its last place (ours rounds a
+                score about four times more than the formula does), every other time all of a tensor alike, which
+                draws the roundings anew. Where rounding decides much (two large scores almost equal), that shows
+                it; where it decides nothing (one key far above the others, a single pair), these runs agree and the
+                rule is as sharp as without them. `FEW` runs, and `RUNS` before anything is called broken. If all
+                rows are equal, so are their roundings: D terms of one sign are rounded by up to D/2 units alike.
+eps             what any computation in that dtype loses; only the last two grow with the scores:
+              - `ROUNDINGS` + sqrt(terms) roundings at the largest element of the true result. Ours divides the scale by
+                ln 2, multiplies it into the queries, multiplies the result by ln 2 and by a row's share; and rounding
+                errors of a sum of many terms grow like the root of their number: N for features, N * M for numbers.
+              - 4 roundings of a sum of exponentials: around 1 its logarithm, and with it the weight of a key, cannot be
+                closer than that, however small the loss. Not where the true result is exactly 0: a query with one key
+                has nothing to round (but if the target is smoothed, which multiplies by parts of 1, and but for
+                the gradients of numbers, where the features' gradients cancel in a sum).
+              - half a unit in the last place of the largest element, if it is returned in 16 bit: the result is
                 rounded, and to which side is luck in both.
-              + the smallest number of the dtype: below it there is nothing to be precise with. Exponentials of fp32
+              - the smallest number of the dtype: below it there is nothing to be precise with. Exponentials of fp32
                 end at about 1e-38, and what they are multiplied with (scale and features) is below 1e10 here.
+              - for kinds of numbers with exact ties, one rounding of the largest score: log-sum-exps of tied scores
+                are all rounded alike, by how far log(ties) is from a whole last place, which no move draws anew.
+              - for fp64 features, the error of the truth itself, which is in fp64 too.
 
 Margins of whole-number features sit on ties: products are exact, so is the comparison, and moved numbers are compared
 with the margin less 1/2, which no whole number can tell from the margin.
@@ -40,10 +51,11 @@ from torch import Tensor
 
 import contratile as ct
 from contratile import reference
-from tests.fuzz_cases import WHOLE, Case, draw
+from tests.fuzz_cases import NUMBERS, TIED, WHOLE, Case, draw
 from tests.helpers import accumulation
 
 FEW, RUNS = 4, 64
+UNITS = 4
 ROUNDINGS = 8
 FACTORS = {"value": 1.0, "gradient": 1.5}
 SMALLEST = {torch.float64: 1e-290, torch.float32: 1e-28, torch.bfloat16: 1e-28, torch.float16: 2.0**-25}
@@ -72,7 +84,9 @@ def judge(case: Case) -> list[Verdict]:
         got = results(case, ct, None)
     except Exception as error:  # whatever it is: the naive formula went through
         return [Verdict(case, f"raised {type(error).__name__}", float("inf"), 0.0, 0.0, float("inf"))]
-    known = [what for what in true if naive[what].isfinite().all() and true[what].isfinite().all() and true[what].numel()]
+    known = [
+        what for what in true if naive[what].isfinite().all() and true[what].isfinite().all() and true[what].numel()
+    ]
     worst = {what: distance(naive[what], true[what]) for what in known}
     for run in range(1, RUNS):
         found = {what: verdict(case, what, got[what], true[what], worst[what], acc) for what in known}
@@ -84,10 +98,16 @@ def judge(case: Case) -> list[Verdict]:
 
 
 def verdict(case: Case, what: str, got: Tensor, true: Tensor, naive: float, acc: torch.dtype) -> Verdict:
-    size = float(true.abs().max())
-    eps = ROUNDINGS * torch.finfo(acc).eps / 2 * size + SMALLEST[got.dtype]
-    if got.dtype != acc and torch.finfo(got.dtype).bits == 16:
+    size, unit = float(true.abs().max()), torch.finfo(acc).eps / 2
+    eps = (ROUNDINGS + case.terms(what) ** 0.5) * unit * size + SMALLEST[got.dtype]
+    if torch.finfo(got.dtype).bits == 16:
         eps += torch.finfo(got.dtype).eps / 2 * size
+    nothing = size == 0 and "label_smoothing" not in case.constants and what.split()[1] not in NUMBERS
+    if not nothing:
+        eps += 4 * unit * case.lever(what)
+        eps += unit * case.score * case.lever(what) if case.kind in TIED else 0
+    if acc == torch.float64:
+        eps += (ROUNDINGS + case.rows) * unit * case.rows * case.bound * case.lever(what)
     error = distance(got, true)
     return Verdict(case, what, error, naive, eps, error / (FACTORS[what.split()[0]] * naive + eps))
 
@@ -100,8 +120,14 @@ def results(case: Case, module: Any, dtype: torch.dtype | None, moved: int = 0) 
     """Values and gradients of one call: `ct` on the numbers as they are, `reference` in `dtype`."""
     generator = torch.Generator().manual_seed(moved)
     order = torch.randperm(next(iter(case.leaves.values())).shape[1], generator=generator) if moved else None
-    leaves = {name: moved_by(x.detach().to(dtype or x.dtype), order, generator) for name, x in case.leaves.items()}
+    leaves = {name: x.detach().to(dtype or x.dtype) for name, x in case.leaves.items()}
     constants = {name: converted(x, dtype) for name, x in case.constants.items()}
+    if order is not None:
+        by = UNITS + (len(order) // 4 if case.kind == "equal" else 0)
+        leaves = {name: moved_by(x, order, by, generator, alike=moved % 2 == 0) for name, x in leaves.items()}
+        for name in sorted(NUMBERS & constants.keys()):
+            number = torch.tensor(constants[name], dtype=dtype)
+            constants[name] = moved_by(number, order, by, generator, alike=True).item()
     if moved and case.kind in WHOLE and "margin" in constants:
         constants["margin"] -= 0.5
     for x in leaves.values():
@@ -118,12 +144,11 @@ def results(case: Case, module: Any, dtype: torch.dtype | None, moved: int = 0) 
     return found
 
 
-def moved_by(x: Tensor, order: Tensor | None, generator: torch.Generator) -> Tensor:
-    """The same numbers; or in another order of features, each moved by up to two units in its last place."""
-    if order is None:
-        return x
-    units = torch.randint(-2, 3, x.shape, generator=generator).to(x.dtype)
-    return (x if x.dim() == 0 else x[..., order]) * (1 + units * torch.finfo(x.dtype).eps)
+def moved_by(x: Tensor, order: Tensor, by: int, generator: torch.Generator, *, alike: bool) -> Tensor:
+    """Features in another order, and each number moved by some units in its last place, all `alike` or not."""
+    x = x if x.dim() == 0 else x[..., order]
+    units = torch.randint(-by, by + 1, () if alike else x.shape, generator=generator).to(x.dtype)
+    return x * (1 + units * torch.finfo(x.dtype).eps)
 
 
 def converted(x: Any, dtype: torch.dtype | None) -> Any:

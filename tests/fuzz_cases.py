@@ -23,6 +23,8 @@ KINDS = ["unit", "unit", "gauss", "aligned", "duplicates", "codes", "integers", 
 WHOLE = ("codes", "integers")
 """Products of these are whole numbers, exact in every dtype: ties are ties, and so is a similarity at its margin."""
 
+TIED = (*WHOLE, "equal", "duplicates")
+NUMBERS = {"scale", "bias", "temperature"}
 SIZES = [1, 2, 3, 15, 16, 17, 31, 32, 33, 34, 48, 51, 64, 65, 70]
 T = TypeVar("T")
 
@@ -40,10 +42,55 @@ class Case:
     how: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def options(self) -> list[str]:
-        """What to group results by."""
-        told = [name for name in self.constants if name not in ("reduction", "rows", "cols")]
-        return told + [name for name in ("extra_keys", "hard_negatives") if name in self.leaves]
+    def sizes(self) -> list[float]:
+        """The largest norms of the rows of all features."""
+        return [float(x.double().norm(dim=-1).max()) for x in self.leaves.values() if x.dim() and x.numel()]
+
+    @property
+    def rows(self) -> int:
+        return max(x.flatten(0, -2).shape[0] for x in self.leaves.values() if x.dim())
+
+    @property
+    def scale(self) -> float:
+        temperature = self.number("temperature")
+        return abs(float(self.number("scale") if temperature is None else 1 / temperature))
+
+    @property
+    def product(self) -> float:
+        """No product of features is larger."""
+        first, *others = self.sizes
+        return first * max(others or [first])
+
+    @property
+    def bound(self) -> float:
+        """No score is larger."""
+        return self.scale * self.product + abs(float(self.number("bias") or 0))
+
+    @property
+    def score(self) -> float:
+        """The largest score, positives and negatives of every kind."""
+        first, *others = (x.double().flatten(0, -2) for x in self.leaves.values() if x.dim() and x.numel())
+        largest = max(float((first @ x.T).abs().max()) for x in others or [first])
+        return self.scale * largest + abs(float(self.number("bias") or 0))
+
+    def terms(self, what: str) -> int:
+        """How many terms a result is a sum of: those of numbers run over all pairs."""
+        return self.rows**2 if what.split()[1] in NUMBERS else self.rows
+
+    def lever(self, what: str) -> float:
+        """How far an error of 1 in the logarithm or the weight of one row moves a result."""
+        n = len(next(iter(self.leaves.values())))
+        share = {"mean": 1 / n, "sum": 1.0}.get(self.constants.get("reduction", ""), 3.0)
+        name = what.split()[1]
+        if what.startswith("gradient") and name not in NUMBERS:
+            return share * self.scale * max(self.sizes)
+        # Sums over rows, whose errors may all have one sign.
+        share = share if what.startswith("value") and share == 3.0 else share * n
+        levers = {"scale": self.product, "temperature": self.product * self.scale**2}
+        return share * levers.get(name, 1.0)
+
+    def number(self, name: str) -> Any:
+        return self.leaves.get(name, self.constants.get(name))
 
     def __str__(self) -> str:
         shapes = " ".join(f"{name}{list(x.shape)}" for name, x in self.leaves.items() if x.dim())
