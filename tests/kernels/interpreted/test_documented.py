@@ -1,8 +1,8 @@
 """The errors that the documentation quotes are those of the kernels with their default tiles.
 
-What TF32 and 16 bit round is the same on every machine, and so is the error that it makes: it is quoted as a number. What
-is left of the others comes from the order of fp32 sums, which is the machine's: they have a bound, and one that rounding
-can keep. A sum of N terms is off by about sqrt(N) roundings.
+What TF32 and 16 bit round is the same on every machine, and so is the error that it makes: it is quoted as a number.
+What is left of the others comes from the order of fp32 sums, which is the machine's: they have a bound, and one that
+rounding can keep. A sum of N terms is off by about sqrt(N) roundings.
 """
 
 from tests.kernels.interpreted.battery import KINDS, numbers, precision_of  # isort: skip  # first: it sets the mode
