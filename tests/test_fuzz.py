@@ -6,7 +6,8 @@ from torch import Tensor
 
 import contratile as ct
 from tests import fuzz
-from tests.fuzz_cases import DTYPES, KINDS, LOSSES, Draw, draw
+from tests.fuzz_cases import KINDS, LOSSES, Draw, draw
+from tests.helpers import DTYPES
 
 
 def test_random_calls_are_as_precise_as_the_naive_formula() -> None:
@@ -44,9 +45,7 @@ def test_everything_is_drawn() -> None:
 def test_the_rule_bites(monkeypatch: pytest.MonkeyPatch, spoil: float) -> None:
     """A loss that is off by little, or not finite, breaks it."""
     exact = ct.clip_loss
-    monkeypatch.setattr(
-        fuzz.ct, "clip_loss", lambda image, *args, **keywords: exact(image * (1 + spoil), *args, **keywords)
-    )
+    monkeypatch.setattr(ct, "clip_loss", lambda image, *args, **keywords: exact(image * (1 + spoil), *args, **keywords))
     cases = [
         case
         for case in (draw(5, number) for number in range(200))
