@@ -9,7 +9,8 @@ import torch
 from tests.ranks import close_pools
 
 # The tensors of the tests are small: more threads would only wait for each other, on a busy machine most of all.
-torch.set_num_threads(1)
+# `python -m tests.instruction_sets` asks for more, to see that nothing depends on their number.
+torch.set_num_threads(int(os.environ.get("CONTRATILE_TEST_THREADS", "1")))
 
 # Read when huggingface_hub is imported: models of the tests come from installed packages.
 os.environ["HF_HUB_OFFLINE"] = "1"

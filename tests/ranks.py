@@ -84,7 +84,7 @@ def _serve(rank: int, world: int, port: int, timeout: float, pipe: Connection) -
 class Pool:
     """`world` ranks that run one function after the other."""
 
-    def __init__(self, world: int, *, timeout: float = 60.0) -> None:
+    def __init__(self, world: int, *, timeout: float = 240.0) -> None:
         context, port = mp.get_context("spawn"), free_port()
         self.pipes, self.processes = [], []
         for rank in range(world):
@@ -97,7 +97,7 @@ class Pool:
         self.broken = False
 
     def outcomes(
-        self, function: Callable[..., Any], *args: Any, limit: float = 120.0, ranks: tuple[int, ...] | None = None
+        self, function: Callable[..., Any], *args: Any, limit: float = 250.0, ranks: tuple[int, ...] | None = None
     ) -> list[Outcome]:
         """One outcome per rank, after at most `limit` seconds or when all of `ranks` have answered."""
         for pipe in self.pipes:

@@ -14,7 +14,7 @@ from contratile.bench.cache_cases import CONTESTANTS, Problem, predicted_bytes
 from contratile.bench.plots import draw
 from contratile.bench.rows import CacheRow, Recording, load, save
 from contratile.cli import main
-from tests.towers import gap
+from tests.towers import ROUNDING, gap
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_contestants_agree(name: str) -> None:
         found.append((step().item(), [p.grad for p in problem.parameters]))
         assert (step.loss_seconds < float("inf")) == (contestant != "plain")
     (value, grads), (our_value, our_grads) = found
-    assert value == pytest.approx(our_value, rel=1e-6) and gap(grads, our_grads) <= 5e-6
+    assert value == pytest.approx(our_value, rel=ROUNDING) and gap(grads, our_grads) <= ROUNDING
 
 
 def test_predictions() -> None:

@@ -169,7 +169,8 @@ def test_siglip_scale_of_frozen_features(scale: float, cache_bytes: int) -> None
 
     got = grad(image, text, torch.tensor(scale), ct.siglip_loss, tile=8, cache_bytes=cache_bytes)
     want = grad(image.double(), text.double(), torch.tensor(scale).double(), reference.siglip_loss)
-    torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=1e-8)
+    # A sum over all pairs, of both signs. Drowned in the bias, a score of 1e-4 would keep two digits.
+    torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=1e-7)
 
 
 # --- options ------------------------------------------------------------------------------------------------------

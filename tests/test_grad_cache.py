@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 import contratile as ct
 from contratile.grad_cache.chunks import Rows
 from contratile.grad_cache.replay import RandomState
-from tests.towers import Normed, Tower, gap, gradients, ids_of, oracle, padded, twins
+from tests.towers import ROUNDING, Normed, Tower, gap, gradients, ids_of, oracle, padded, twins
 
 N = 23
-EXACT = 1e-6
+EXACT = ROUNDING
 
 
 def scale_leaf(value: float = 2.0) -> Tensor:
@@ -58,7 +58,7 @@ def assert_exact(
     with context():
         got = cache.step(*(inputs if given is None else given()), **keyword)
     assert torch.equal(torch.get_rng_state(), state)
-    assert not got.requires_grad and got.item() == pytest.approx(want.item(), rel=1e-6)
+    assert not got.requires_grad and got.item() == pytest.approx(want.item(), rel=ROUNDING)
     assert gap(gradients(*ours), gradients(*theirs)) <= EXACT
     if keyword:
         assert ours_scale.grad is not None and their_scale.grad is not None
@@ -144,7 +144,7 @@ def test_loss_parameters_and_statistics() -> None:
     for _ in range(2):
         torch.manual_seed(3)
         got, stats = ct.GradCache(ours, our_loss, 5).step(*PAIR, shift=our_shift)
-    assert got.item() == pytest.approx(want.item(), rel=1e-6) and not got.requires_grad
+    assert got.item() == pytest.approx(want.item(), rel=ROUNDING) and not got.requires_grad
     assert isinstance(stats, ct.BatchStats)
     pairs: list[Any] = [(our_shift, their_shift), (our_loss.log_scale, their_loss.log_scale)]
     for mine, other in pairs:
@@ -439,7 +439,7 @@ def test_three_calls() -> None:
     value = clip(*encoded.features)
     value.backward()
     cache.backward(encoded)
-    assert value.item() == pytest.approx(want.item(), rel=1e-6)
+    assert value.item() == pytest.approx(want.item(), rel=ROUNDING)
     assert gap(gradients(*ours), gradients(*theirs)) <= EXACT
     with pytest.raises(ValueError, match="encoded: expected features that are still there"):
         cache.backward(encoded)
@@ -479,8 +479,8 @@ def test_without_grad_mode_the_loss_alone() -> None:
     calls.clear()
     cache = ct.GradCache(encoder, clip, 6, offload="disk")
     with torch.no_grad():
-        assert cache.step(*PAIR).item() == pytest.approx(want, rel=1e-6)
-        assert cache(*PAIR).item() == pytest.approx(want, rel=1e-6)
+        assert cache.step(*PAIR).item() == pytest.approx(want, rel=ROUNDING)
+        assert cache(*PAIR).item() == pytest.approx(want, rel=ROUNDING)
     assert calls == [False] * 16 and all(p.grad is None for p in encoder.parameters())
 
 

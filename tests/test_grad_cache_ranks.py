@@ -10,9 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import contratile as ct
 from tests.ranks import pool
-from tests.towers import Normed, Tower, gap, gradients, ids_of, oracle, twins
+from tests.towers import ROUNDING, Normed, Tower, gap, gradients, ids_of, oracle, twins
 
-EXACT = 1e-6
+EXACT = ROUNDING
 
 
 def mine(sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -68,7 +68,7 @@ def ddp_step(sizes: tuple[int, ...], chunk_size: int, *, shared: bool, normed: b
             inputs,
             (chunk_size, chunk_size),
         )
-    assert torch.equal(torch.get_rng_state(), state) and loss.item() == pytest.approx(want.item(), rel=1e-6)
+    assert torch.equal(torch.get_rng_state(), state) and loss.item() == pytest.approx(want.item(), rel=ROUNDING)
     got = [*gradients(*ours), our_scale.grad]
     same = gap(got, mean_over_ranks([*gradients(*theirs), their_scale.grad]))
     batches = [int(module.norm.num_batches_tracked) for module in ours] if normed else []  # type: ignore[union-attr, arg-type]

@@ -18,7 +18,7 @@ from contratile.integrations.sentence_transformers import (
 )
 from tests.ranks import pool
 from tests.test_sentence_transformers import REFUSED, SYMMETRIC, Given, Words, curve, pairs, texts_of, theirs
-from tests.towers import Tower, gap, gradients, padded, twins
+from tests.towers import ROUNDING, Tower, gap, gradients, padded, twins
 
 assert theirs  # the fixture
 
@@ -54,8 +54,8 @@ def test_values_and_gradients(theirs: ModuleType, number: int, size: dict[str, i
         value = kind(model, 7.0, **size, **options)(columns(number), None)
         (value / 3).backward()
         values.append(value.item())
-    assert values[0] == pytest.approx(values[1], rel=1e-6)
-    assert gap(gradients(*ours), gradients(*others)) <= 2e-6
+    assert values[0] == pytest.approx(values[1], rel=ROUNDING)
+    assert gap(gradients(*ours), gradients(*others)) <= ROUNDING
 
 
 @pytest.mark.peers
@@ -84,8 +84,8 @@ def test_the_symmetric_name(theirs: ModuleType) -> None:
     for kind, (model, *_) in zip(kinds, (ours, others), strict=True):
         values.append(kind(model, mini_batch_size=4)(columns(2), None))
         values[-1].backward()
-    assert values[0].item() == pytest.approx(values[1].item(), rel=1e-6)
-    assert gap(gradients(*ours), gradients(*others)) <= 2e-6
+    assert values[0].item() == pytest.approx(values[1].item(), rel=ROUNDING)
+    assert gap(gradients(*ours), gradients(*others)) <= ROUNDING
 
 
 @pytest.mark.peers
@@ -97,7 +97,7 @@ def test_wrapped_in_matryoshka(theirs: ModuleType) -> None:
     ):
         loss = theirs.MatryoshkaLoss(model, kind(model, mini_batch_size=4), [16, 8, 4], [1, 2, 3])
         loss(columns(3), None).backward()
-    assert gap(gradients(*ours), gradients(*others)) <= 2e-6
+    assert gap(gradients(*ours), gradients(*others)) <= ROUNDING
 
 
 @pytest.mark.parametrize("offload", ["none", "disk"])

@@ -1,4 +1,9 @@
-"""The errors that the documentation quotes are those of the kernels with their default tiles."""
+"""The errors that the documentation quotes are those of the kernels with their default tiles.
+
+What TF32 and 16 bit round is the same on every machine, and so is the error that it makes: it is quoted as a number.
+What is left of the others comes from the order of fp32 sums, which is the machine's: they have a bound, and one that
+rounding can keep. A sum of N terms is off by about sqrt(N) roundings.
+"""
 
 from tests.kernels.interpreted.battery import KINDS, numbers, precision_of  # isort: skip  # first: it sets the mode
 
@@ -22,24 +27,30 @@ def outcome(q: Tensor, k: Tensor, scale: Tensor, **how: Any) -> list[Tensor]:
     return [lse, *torch.autograd.grad(ct.clip_loss(*leaves, group=None, **how), leaves)]
 
 
-def errors(kind: str) -> list[float]:
-    """The largest of each; of gradients, relative to the largest gradient."""
+def errors(kind: str) -> tuple[list[float], list[float]]:
+    """The largest of each; of gradients, relative to the largest gradient. And what rounding alone may make of it."""
     given = "ieee" if precision_of(kind) else kind
     q, k = (numbers(N, D, seed=seed, kind=given) for seed in (1, 2))
     scale = torch.tensor(SCALE)
     found = outcome(q, k, scale, backend="triton", precision=precision_of(kind))
     true = outcome(q.double(), k.double(), scale.double(), backend="dense")
     worst = [float((a.double() - b).abs().max()) for a, b in zip(found, true, strict=True)]
-    return [worst[0], *(error / float(x.abs().max()) for error, x in zip(worst[1:], true[1:], strict=True))]
+    rounding = N**0.5 * torch.finfo(torch.float32).eps / 2
+    relative = [error / float(x.abs().max()) for error, x in zip(worst[1:], true[1:], strict=True)]
+    return [worst[0], *relative], [rounding * float(true[0].abs().max()), *[rounding] * len(relative)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_errors_are_those_of_the_documentation(kind: str) -> None:
     name = f"fp32, `{kind}`" if precision_of(kind) else kind
     (row,) = (line for line in DOCS.read_text().splitlines() if line.startswith(f"| {name} |"))
-    quoted = [float(cell) for cell in row.split("|")[2:-1]]
-    found = errors(kind)
+    cells = [cell.strip() for cell in row.split("|")[2:-1]]
+    found, rounding = errors(kind)
     print(f"| {name} | {' | '.join(f'{error:.1e}' for error in found)} |")
-    for error, said in zip(found, quoted, strict=True):
-        assert error <= 2 * said, (found, quoted)
-        assert said < 1e-4 or error >= said / 2, (found, quoted)  # smaller ones may be chance
+    for cell, error, least in zip(cells, found, rounding, strict=True):
+        said = float(cell.removeprefix("<"))
+        if cell.startswith("<"):
+            assert error < said and said >= least, (found, cells)
+        else:
+            assert error <= 2 * said + least, (found, cells)
+            assert said < 1e-4 or error >= said / 2, (found, cells)  # smaller ones may be chance

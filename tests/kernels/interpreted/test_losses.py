@@ -32,7 +32,8 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "pair_lse": lambda q, k, s, **how: torch.cat(ct.pair_lse(q, k, s, **how)).mean(),
 }
 HOW: dict[str, Any] = {"backend": "triton", "tile": 16, "group": None}
-TOLERANCE = {"ieee": 2e-6, "bf16": 8e-3, "fp16": 1e-3}
+# 8 roundings of a score of up to 6, and one of 16-bit gradients.
+TOLERANCE = {"ieee": 8 * 2**-23 * 7, "bf16": 8e-3, "fp16": 1e-3}
 SCALE = torch.tensor(6.0)
 
 
@@ -94,7 +95,8 @@ def test_a_loss_is_not_biased_and_never_negative(precision: Any, scale: float) -
         each = ct.clip_loss(q, k, scale, reduction="none", precision=precision, **HOW)
     true = ct.clip_loss(q.double(), k.double(), scale, reduction="none", backend="dense", group=None)
     assert (each >= 0).all()
-    spread = {"ieee": 1e-6, "tf32x3": 4e-6, "tf32": 3e-4}[precision]
+    # fp32 holds a score of 14.3 to 1e-6, and makes it from 64 products.
+    spread = {"ieee": 5e-6, "tf32x3": 1e-5, "tf32": 3e-4}[precision]
     assert float((each - true).abs().max()) <= spread * scale / 14.3
     assert abs(float(each.mean() - true.mean())) <= spread / 5 * scale / 14.3
 
