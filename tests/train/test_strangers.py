@@ -125,8 +125,10 @@ def test_a_recipe_does_not_write_among_other_things(
     (home / "tokenizer.json").write_text("{}")
     assert main(words) == 0
     assert main([*words, "--steps", "2"]) == 0
-    (home / "config.toml").write_text("mine")
-    assert main([*words, "--out", str(home)]) == 0, "typed, it is what the person wants"
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "notes.txt").write_text("mine")
+    assert main([*words, "--out", str(other)]) == 0, "typed, it is what the person wants"
 
 
 # --- files that are damaged or changed ------------------------------------------------------------------------------
