@@ -372,9 +372,9 @@ def test_import_is_lazy() -> None:
 
 
 ORDER = (
-    "errors keywords normalized reference task tiles stats pairs classes backends team ring reserve passes operators "
-    "lse contrast functional modules memory_queue host_memory grad_cache metrics plan integrations data train bench "
-    "cli __main__"
+    "errors printable packages keywords normalized reference task tiles stats pairs classes backends team ring "
+    "reserve passes operators lse contrast functional modules memory_queue host_memory grad_cache metrics plan "
+    "integrations data train bench cli __main__"
 ).split()
 
 

@@ -12,6 +12,15 @@ import contratile
 from contratile import functional
 from contratile.backends import torch_tiles
 from contratile.cli import checkup, main
+from contratile.packages import BrokenPackage
+
+
+@pytest.fixture(autouse=True)
+def packages(monkeypatch: pytest.MonkeyPatch) -> list[BrokenPackage]:
+    """What is found broken: nothing, whatever this machine has."""
+    broken: list[BrokenPackage] = []
+    monkeypatch.setattr(checkup, "broken_packages", lambda names: broken)
+    return broken
 
 
 @pytest.fixture
@@ -57,6 +66,20 @@ def test_the_page(rich: bool) -> None:
 
 def test_without_a_gpu_there_is_advice(capsys: pytest.CaptureFixture[str], small: None) -> None:
     assert "no GPU was found" in findings(capsys, code=0)["advice"][0]
+
+
+def test_broken_packages_are_named(
+    capsys: pytest.CaptureFixture[str], small: None, packages: list[BrokenPackage]
+) -> None:
+    """One that contratile's commands need is a problem; of others there is advice."""
+    packages.append(BrokenPackage("torchvision", "0.28.0", "RuntimeError: operator torchvision::nms", ["timm"]))
+    found = findings(capsys, code=0)
+    told = "torchvision 0.28.0 is installed but cannot be imported (RuntimeError: operator torchvision::nms)"
+    assert found["advice"][0].startswith(f"{told}. It breaks timm. Install the torchvision that belongs to torch")
+    assert found["packages"][0]["breaks"] == ["timm"] and found["verdict"].startswith("healthy")
+    packages.append(BrokenPackage("tokenizers", "1.0", "ImportError: no"))
+    found = findings(capsys, code=1)
+    assert found["problems"][0].startswith("tokenizers 1.0 is installed but cannot be imported (ImportError: no).")
 
 
 def test_a_wrong_backend_is_noticed(

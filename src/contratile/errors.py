@@ -39,6 +39,13 @@ def check_count(name: str, value: object, *, least: int) -> None:
         bad_value(name, expected=f"at least {least}", got=value, remedy="Leave it out for the default.")
 
 
+def check_size(name: str, value: float) -> None:
+    """Refuse numbers that no computation takes: beyond 64 bits, or not finite."""
+    if not -(2**63) <= value < 2**63:
+        got = value if isinstance(value, float) else f"one of {value.bit_length():,} bits"
+        bad_value(name, expected="a finite number of 64 bits", got=got, remedy="Leave it out for the default.")
+
+
 def check_features(named: dict[str, Tensor], *, empty: bool) -> None:
     """Features are [N, D] float tensors that share D, dtype and device; N is 0 only where `empty` allows it."""
     for name, x in named.items():

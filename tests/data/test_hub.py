@@ -176,7 +176,7 @@ def test_no_path_and_no_caption_ends_a_run(tmp_path: Path) -> None:
 
 
 def test_errors_teach(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"a dataset that can be loaded, got 'hf:.*/none' .* a folder works offline"):
+    with pytest.raises(ValueError, match=r"data hf:.*/none: expected a folder, got nothing at .*/none. Check the path"):
         open_hub(f"hf:{tmp_path}/none", "train")
     datasets.Dataset.from_dict({"a": [1], "b": [2], "c": [3]}).save_to_disk(tmp_path / "d")
     with pytest.raises(ValueError, match=r"columns of hf:.*/d: expected names such as image and caption, got a, b, c"):

@@ -69,6 +69,13 @@ def test_names(tmp_path: Path) -> None:
         expand(f"{tmp_path}/{{7..16}}.tar")
 
 
+def test_names_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"shards: expected names with closed braces, got 'x\{1..3.tar' \(Unbalanced"):
+        expand("x{1..3.tar")
+    with pytest.raises(ValueError, match=r"shards: expected at most 1,000,000 names, got '\{1..99999999\}.tar'"):
+        expand("{1..99999999}.tar")
+
+
 @pytest.mark.parametrize("form", ["file", "pipe", "gzip"])
 def test_where_they_are_read_from(tmp_path: Path, form: str) -> None:
     name = write_tar(tmp_path / "a.tar", shard_members(range(5)))

@@ -329,3 +329,10 @@ def test_pictures_are_called_by_their_paths(tmp_path: Path) -> None:
     assert found == ["a/0.png", "a/0.png", "a/1.png"]
     file.write_text("anchor,positive\nsame,one\nsame,two\n")
     assert [left_name(table(file)[i]) for i in range(2)] == ["same", "same"]
+
+
+def test_a_head_that_is_longer_than_any_name(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text("a" * 140_000 + ",caption\nx,y\n")
+    with pytest.raises(ValueError, match=r"a.csv.* expected .*got .*field larger than field limit"):
+        Table(file, "train")

@@ -9,13 +9,14 @@ import torch
 from PIL import Image
 
 from contratile.cli import main
-from contratile.data.catalog import open_source
+from contratile.data.catalog import DataConfig, open_source
 from contratile.data.loader import Batch
-from contratile.train.config import to_toml
+from contratile.data.rows import Rows
+from contratile.train.config import TrainConfig, load_config, to_toml
 from contratile.train.evaluate import encode
 from contratile.train.finish import load_run
 from contratile.train.gallery import load_gallery
-from contratile.train.loop import Trainer
+from contratile.train.loop import Trainer, fitted
 from tests.train.runs import shapes, small
 
 
@@ -158,10 +159,25 @@ def test_mistakes(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_batch_that_is_larger_than_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = small(shapes(tmp_path / "shapes"), tmp_path / "run", batch=4096)
+    """It is as large as the data, with a notice, and the same command goes on with it."""
+    config = small(shapes(tmp_path / "shapes"), tmp_path / "run", batch=4096, steps=2)
     (tmp_path / "recipe.toml").write_text(to_toml(config), encoding="utf-8")
-    assert main(["train", "--config", str(tmp_path / "recipe.toml")]) == 2
-    assert re.search(r"batch: expected at most the \d+ samples of pairs.csv .*Lower", capsys.readouterr().err)
+    words = ["train", "--config", str(tmp_path / "recipe.toml")]
+    pairs = len(open_source(config.data, "train"))  # type: ignore[arg-type]
+    told = f"batch 4,096 is larger than the data: {pairs}, of {pairs} pairs to train on, in every step"
+    assert main(words) == 0
+    captured = capsys.readouterr()
+    assert told in captured.err and f"compared {pairs} pairs" in captured.out and "drop_last" not in captured.err
+    assert load_config(tmp_path / "run" / "config.toml").run.batch == pairs
+    assert main([*words, "--steps", "4"]) == 0
+    captured = capsys.readouterr()
+    assert told in captured.err and "continuing at step 2 of 4" in captured.err
+
+
+@pytest.mark.parametrize(("pairs", "world", "batch"), [(86, 1, 86), (86, 4, 84), (3, 4, 3), (4096, 4, 4096)])
+def test_a_batch_that_fits_the_data_and_the_processes(pairs: int, world: int, batch: int) -> None:
+    source = Rows(open_source(DataConfig(data="icons"), "train"), range(pairs))  # type: ignore[arg-type]
+    assert fitted(TrainConfig(), source, world).run.batch == batch
 
 
 def test_memory_that_does_not_suffice(

@@ -28,7 +28,30 @@ def test_a_saved_config_gives_itself_again(tmp_path: Path) -> None:
         ("run = 3", r"run: expected a section, got 3. Write \[run\]"),
         ("[run]\nbatch = ", "expected TOML"),
         ("[run]\nbatch = 0", "batch: expected at least 1, got 0"),
-        ('[run]\nbatch = "many"', "batch: expected an int, got str"),
+        ('[run]\nbatch = "many"', r"recipe.toml \[run\] batch: expected a whole number, got 'many'. .*batch = 4096"),
+        ("[run]\nbatch = 0", r"recipe.toml batch: expected at least 1"),
+        ('[run]\nfsdp = "false"', r"recipe.toml \[run\] fsdp: expected true or false, got 'false'. .* fsdp = false"),
+        ("[run]\nbatch = true", "batch: expected a whole number, got True"),
+        ("[run]\nbatch = 3.5", "batch: expected a whole number, got 3.5"),
+        ("[data]\ndata = 5", r"recipe.toml \[data\] data: expected a text in quotes, got 5"),
+        ("[data]\nroot = 5", "root: expected a path in quotes, got 5"),
+        ('[data]\nleft = "a\\u0000"', "left: expected a text, got .* Remove the NUL"),
+        ("[run]\nout = 1979-05-27", "out: expected a path in quotes, got datetime"),
+        ("[optim]\nbetas = [0.9]", r"betas: expected a list of 2, got \[0.9\]"),
+        ('[optim]\nbetas = [0.9, "x"]', "betas: expected a number, got 'x'"),
+        (f"[run]\nbatch = {'9' * 400}", "batch: expected a finite number of 64 bits, got one of 1,329 bits"),
+        (f"[optim]\nlr = {'9' * 400}", "lr: expected a finite number of 64 bits"),
+        (f"[optim]\nlr = {'9' * 5000}", "config: expected TOML .*recipe.toml"),
+        ("[optim]\nlr = nan", "lr: expected a finite number of 64 bits, got nan"),
+        ("[run]\nepochs = inf", "epochs: expected a finite number"),
+        ("[run]\nseed = -1", "seed: expected 0 to 4294967295, got -1"),
+        ("[loss]\nmax_scale = 0", "max_scale: expected at least 1, got 0"),
+        ("[loss]\nlabel_smoothing = 1", "label_smoothing: expected a share"),
+        (f"a = {'[' * 5000}", "config: expected sections of values, got .*recipe.toml, nested too deeply"),
+        (f"a = {'{a=' * 5000}", "recipe.toml, nested too deeply"),
+        (f"run = [{','.join(['[1]'] * 500)}]", r"run: expected a section, got \[\[1\], .{0,60}characters"),
+        ("[[run]]\nbatch = 3", r"run: expected a section"),
+        ("# " + "x" * 2_000_000, "config: expected TOML in UTF-8, at most 1,048,576 bytes"),
         ('[loss]\nloss = "siglip"\nmargin = 0.1', "margin: expected none with --loss siglip"),
         ("[run]\nsteps = 0\nepochs = 0", "epochs: expected a positive number"),
         ('[towers]\ntowers = "tinny"', "towers: expected tiny, hf:"),
@@ -40,6 +63,12 @@ def test_mistakes_are_named(tmp_path: Path, text: str, told: str) -> None:
     path.write_text(text, encoding="utf-8")
     with pytest.raises((ValueError, TypeError), match=told):
         load_config(path)
+
+
+def test_a_recipe_in_another_encoding(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_bytes(b"\xff\xfea\0")
+    with pytest.raises(ValueError, match=r"config: expected TOML in UTF-8.*recipe.toml.*can't decode"):
+        load_config(tmp_path / "recipe.toml")
 
 
 def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from contratile.cli.extras import missing
+from contratile.cli.options import Parser, check_options, options_of
 
 if TYPE_CHECKING:
     from contratile.bench.config import BenchConfig
@@ -60,11 +61,8 @@ def _measure(name: str, argv: Sequence[str], default: C, quick: C, run: "Callabl
     from contratile.cli.tables import notes, tables
 
     start = quick if "--quick" in argv else default
-    try:
-        config = tyro.cli(type(start), args=list(argv), default=start, prog=f"contratile {name}")
-    except (ValueError, TypeError) as error:
-        print(f"contratile {name}: {error}", file=sys.stderr)
-        return 2
+    check_options(name, argv, options_of(start))
+    config = tyro.cli(type(start), args=list(argv), default=start, prog=f"contratile {name}")
     command = shlex.join(["contratile", *name.split(), *argv])
     # Progress goes to stderr through a handle of its own: contestants are silenced by redirecting sys.stderr.
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
@@ -88,7 +86,7 @@ def _measure(name: str, argv: Sequence[str], default: C, quick: C, run: "Callabl
 
 def plot_parser() -> argparse.ArgumentParser:
     """Options of `bench plot`."""
-    parser = argparse.ArgumentParser(prog="contratile bench plot", description="Draw the plots of a recorded run.")
+    parser = Parser(prog="contratile bench plot", description="Draw the plots of a recorded run.")
     written = "a loss.json, family.json, ring.json or cache.json written by `contratile bench`"
     parser.add_argument("results", type=Path, help=written)
     parser.add_argument("--out", type=Path, help="folder for the plots (default: that of the results)")
@@ -103,11 +101,7 @@ def plot(argv: Sequence[str]) -> int:
     from contratile.bench.plots import draw
     from contratile.bench.rows import load
 
-    try:
-        recording = load(options.results)
-    except (OSError, ValueError) as error:
-        print(f"contratile bench plot: {error}", file=sys.stderr)
-        return 2
+    recording = load(options.results)
     folder = options.out or options.results.parent
     folder.mkdir(parents=True, exist_ok=True)
     print("written: " + ", ".join(map(str, draw(recording, folder))))

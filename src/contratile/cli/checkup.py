@@ -19,6 +19,7 @@ from torch import Tensor
 from contratile import functional, reference
 from contratile.backends import Backend, registry
 from contratile.bench.harness import Notify, environment
+from contratile.packages import CHECKED, ESSENTIAL, QUICK, BrokenPackage, broken_packages
 
 SCALE = 10.0
 ROUNDS = 3
@@ -90,6 +91,9 @@ class Findings:
     backends: list[State] = field(default_factory=list)
     accuracy: list[Accuracy] = field(default_factory=list)
     timing: list[Timing] = field(default_factory=list)
+    packages: list[BrokenPackage] = field(default_factory=list)
+    """Installed, but they cannot be imported."""
+
     problems: list[str] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
 
@@ -106,6 +110,10 @@ def all_devices() -> list[torch.device]:
 def examine(devices: Sequence[torch.device], *, quick: bool = False, notify: Notify = lambda text: None) -> Findings:
     """Look at everything on each of the devices."""
     found = Findings(environment(("triton",)), devices=[_described(device) for device in all_devices()])
+    notify("packages")
+    found.packages = broken_packages(QUICK if quick else CHECKED)
+    for package in found.packages:
+        (found.problems if package.name in ESSENTIAL else found.advice).append(str(package))
     for device in devices:
         usable = []
         for backend in BACKENDS:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 import torch
 
 from contratile.cli.checkup import Findings, all_devices, examine
+from contratile.cli.options import Parser
 
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 """Title, headings, rows."""
@@ -19,7 +20,7 @@ WIDTH = 120
 
 def parser() -> argparse.ArgumentParser:
     """Its options."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="contratile doctor",
         description="Print devices, backends and versions; check every loss on every backend against fp64; time a "
         "step; end with a verdict. The exit code is 1 if something is wrong.",
@@ -133,6 +134,11 @@ def _progress(text: str) -> None:
 
 def _device(name: str) -> torch.device:
     try:
-        return torch.device(name)
+        asked = torch.device(name)
     except RuntimeError:
         raise argparse.ArgumentTypeError(f"expected a device such as cpu or cuda:0, got {name!r}") from None
+    here = all_devices()
+    if not any(device.type == asked.type and asked.index in (None, device.index or 0) for device in here):
+        listed = ", ".join(map(str, here))
+        raise argparse.ArgumentTypeError(f"expected a device that torch sees here ({listed}), got {name!r}")
+    return asked

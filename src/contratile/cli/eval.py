@@ -2,19 +2,20 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from contratile.cli.extras import TRAIN, missing, quiet_progress
+from contratile.cli.options import Parser
 from contratile.errors import bad_value
+from contratile.printable import printable
 
 
 def parser() -> argparse.ArgumentParser:
     """Its options."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="contratile eval", description="Retrieval metrics, and zero-shot classification if class names are given."
     )
     parser.add_argument("run", type=Path, help="folder of a run")
@@ -40,6 +41,9 @@ def parser() -> argparse.ArgumentParser:
         help="stop when more samples than this are broken: a share below 1, else a number (default: the run's)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--allow-pipe", action="store_true", help="let the run's own data start programs (pipe:COMMAND)"
+    )
     return parser
 
 
@@ -49,11 +53,7 @@ def evaluate(argv: Sequence[str]) -> int:
     if missing("eval", TRAIN, "train"):
         return 1
     quiet_progress()
-    try:
-        _evaluate(options)
-    except (ValueError, TypeError, ImportError, OSError, FloatingPointError) as error:
-        print(f"contratile eval: {error}", file=sys.stderr)
-        return 2
+    _evaluate(options)
     return 0
 
 
@@ -74,7 +74,7 @@ def _evaluate(options: Any) -> None:
         if getattr(options, name) and options.data is None:
             remedy = "The run's own data is read as it was in training."
             bad_value(f"--{name}", expected="other data (--data)", got=getattr(options, name), remedy=remedy)
-    towers, config, step = load_run(options.run, options.weights)
+    towers, config, step = load_run(options.run, options.weights, allow_pipe=options.allow_pipe)
     data, split = _data(config.data, options)
     # With "all" the data serves as test data of its own, which is used whole.
     source = open_source(*((replace(data, test_data=data.data), "test") if split == "all" else (data, split)))
@@ -100,8 +100,8 @@ def _evaluate(options: Any) -> None:
         print(json.dumps(metrics))
         return
     called = source.name.replace("(test", "(all", 1) if split == "all" else source.name
-    print(f"{len(found.keys):,} pairs of {called}{left_out(found)}, weights of step {step}")
-    print("\n".join(table(metrics, chance(found), side_names(source))))
+    print(f"{len(found.keys):,} pairs of {printable(called)}{left_out(found)}, weights of step {step}")
+    print(printable("\n".join(table(metrics, chance(found), side_names(source))), lines=True))
     if names:
         print(f"zero-shot, {len(names):,} classes, {metrics['classified']:,} samples whose text is one of them")
         for k in (1, 5):

@@ -83,8 +83,11 @@ def of_config(config: Any, title: str = "") -> list[Section]:
         recipe = Option(
             "`--config`", "PATH", "", "A recipe in TOML: these sections and fields. Options are on top of it."
         )
+        pipe = Option(
+            "`--allow-pipe`", "", "", "Let the data that a recipe names start programs (`pipe:COMMAND`, addresses)."
+        )
         return [
-            Section("Recipe", [recipe]),
+            Section("Recipe", [recipe, pipe]),
             *(section for name, part in parts for section in of_config(part, f"{_first_line(part)} `[{name}]`")),
         ]
     hints, written = get_type_hints(type(config)), dict(_written(type(config)))

@@ -1,13 +1,14 @@
 """`contratile search`: the nearest of a run's held-out images or texts to a query. It reads the run's folder alone."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from contratile.cli.extras import TRAIN, missing, quiet_progress
+from contratile.cli.options import Parser
 from contratile.errors import bad_value
+from contratile.printable import printable
 
 if TYPE_CHECKING:
     from contratile.train.gallery import Side
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 def parser() -> argparse.ArgumentParser:
     """Its options."""
-    parser = argparse.ArgumentParser(prog="contratile search", description="Look for something in a run's gallery.")
+    parser = Parser(prog="contratile search", description="Look for something in a run's gallery.")
     parser.add_argument("run", type=Path, help="folder of a finished run")
     parser.add_argument("query", nargs="+", help='what to look for, for example "arrow pointing left"')
     parser.add_argument("--k", type=int, default=8, help="how many to show (default: 8)")
@@ -37,11 +38,7 @@ def search(argv: Sequence[str]) -> int:
     if missing("search", TRAIN, "train"):
         return 1
     quiet_progress()
-    try:
-        _search(options)
-    except (ValueError, TypeError, ImportError, OSError) as error:
-        print(f"contratile search: {error}", file=sys.stderr)
-        return 2
+    _search(options)
     return 0
 
 
@@ -70,7 +67,7 @@ def _search(options: Any) -> None:
         remedy = "Drop it: texts are printed."
         bad_value("out", expected="a search that finds images", got=options.out, remedy=remedy)
     side = gallery.sides[0 if among == "left" else 1]
-    print(f'nearest to "{query}" among {side}')
+    print(printable(f'nearest to "{query}" among {side}'))
     for line in lines(row):
         print(line)
 
@@ -80,7 +77,8 @@ def lines(row: "SheetRow") -> list[str]:
     names = row.names or [""] * len(row.captions)
     found = zip(row.scores, names, row.captions, row.hits, strict=True)
     return [
-        "  ".join(filter(None, (f"{score:.3f}", name, text + " (its own)" * hit))) for score, name, text, hit in found
+        printable("  ".join(filter(None, (f"{score:.3f}", name, text + " (its own)" * hit))))
+        for score, name, text, hit in found
     ]
 
 
@@ -94,7 +92,7 @@ def _show_pictures(row: "SheetRow", out: Path, k: int) -> None:
     if console.is_terminal:
         preview(row, console)
     else:
-        print(f'nearest to "{row.query}"', *lines(row), sep="\n")
+        print(f'nearest to "{printable(row.query)}"', *lines(row), sep="\n")
     partial = out.with_suffix(".partial")
     partial.write_bytes(png(contact_sheet([row], columns=k)))
     partial.replace(out)

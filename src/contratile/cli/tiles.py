@@ -2,13 +2,18 @@
 
 import argparse
 from collections.abc import Sequence
+from math import ceil
 
+from contratile.cli.options import Parser
 from contratile.tiles import MiB, plan_tiles
+
+MOST = 10_000_000
+"""Tiles that are counted in seconds."""
 
 
 def parser() -> argparse.ArgumentParser:
     """Its options."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="contratile tiles",
         description="Print how N x M scores over D features are cut into tiles on this machine.",
     )
@@ -30,13 +35,15 @@ def tiles(argv: Sequence[str]) -> int:
     plan = plan_tiles(
         options.n, m, options.d, tile=options.tile, itemsize=options.itemsize, symmetric=options.symmetric
     )
+    if ceil(plan.n / plan.rows) * ceil(plan.m / plan.cols) > MOST:
+        parser().error(f"expected at most {MOST:,} tiles, got more. Lower --n, --m or --d, or raise --tile")
     print(plan)
     print(f"all scores at once would take {plan.n * plan.m * plan.itemsize / MiB:.1f} MiB")
     return 0
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text}")
+    value = int(text) if text.isdecimal() and len(text) < 16 else 0
+    if not 0 < value < 1 << 40:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to {(1 << 40) - 1}, got {text[:40]}")
     return value

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from contratile.cli.extras import TRAIN, missing, quiet_progress
+from contratile.cli.options import check_options, options_of
+from contratile.errors import bad_value
+from contratile.printable import printable
 
 if TYPE_CHECKING:
     from contratile.train.config import TrainConfig
@@ -20,16 +23,13 @@ def train(argv: Sequence[str]) -> int:
     quiet_progress()
     import torch
 
+    config = parse(argv)
     try:
-        config = parse(argv)
         return _train(config)
     except torch.OutOfMemoryError as error:
         remedy = f"Lower --chunk (now {config.run.chunk}), or pass --checkpointing; the batch may stay as it is."
         print(f"contratile train: {error}\n{remedy}", file=sys.stderr)
         return 1
-    except (ValueError, TypeError, ImportError, OSError, FloatingPointError) as error:
-        print(f"contratile train: {error}", file=sys.stderr)
-        return 2
 
 
 def parse(argv: Sequence[str]) -> "TrainConfig":
@@ -38,11 +38,20 @@ def parse(argv: Sequence[str]) -> "TrainConfig":
 
     from contratile.train.config import TrainConfig, load_config
 
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first = argparse.ArgumentParser(prog="contratile train", add_help=False, allow_abbrev=False)
     first.add_argument("--config", type=Path)
+    first.add_argument("--allow-pipe", action="store_true")
     known, rest = first.parse_known_args(list(argv))
-    default = TrainConfig() if known.config is None else load_config(known.config)
-    about = "Train two encoders with a contrastive loss at any batch size. --config RECIPE.toml sets options at once."
+    default = TrainConfig()
+    check_options("train", rest, ["--config", "--allow-pipe", *options_of(default)])
+    if known.config is not None:
+        default = load_config(known.config, allow_pipe=known.allow_pipe)
+        if not any(word.partition("=")[0] == "--out" for word in rest):
+            check_out(default.run.out, known.config)
+    about = (
+        "Train two encoders with a contrastive loss at any batch size. --config RECIPE.toml sets options at once; "
+        "--allow-pipe lets the data that a recipe names start programs (pipe:COMMAND)."
+    )
     return tyro.cli(
         TrainConfig,
         args=rest,
@@ -51,6 +60,29 @@ def parse(argv: Sequence[str]) -> "TrainConfig":
         description=about,
         config=(tyro.conf.OmitArgPrefixes,),
     )
+
+
+def check_out(out: Path, recipe: Path) -> None:
+    """A recipe may name a new folder or a run's, not one with other things in it: files there would be replaced."""
+    from contratile.train.config import CONFIG, load_config
+
+    try:
+        names = [path.name for path in out.iterdir()] if out.is_dir() else []
+        if CONFIG in names:
+            load_config(out / CONFIG)  # of a run, if that is what it is
+            return
+    except (ValueError, TypeError, OSError):
+        names = [CONFIG]
+    # What a run has written that was ended before its configuration was.
+    others = [name for name in names if not name.startswith((".", "tokenizer.json", "kept-", "checkpoints"))]
+    if others:
+        remedy = "Pass --out yourself to write there, or to another folder."
+        bad_value(
+            f"{recipe} [run] out",
+            expected="a new folder, or that of a run",
+            got=f"{out} with {others[0]}",
+            remedy=remedy,
+        )
 
 
 def _train(config: "TrainConfig") -> int:
@@ -65,13 +97,15 @@ def _train(config: "TrainConfig") -> int:
     console = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
     with console.status("preparing data and towers") as status:
         trainer = Trainer(
-            config, notify=status.update, say=lambda text: console.print(text, markup=False, highlight=False)
+            config,
+            notify=status.update,
+            say=lambda text: console.print(printable(text, lines=True), markup=False, highlight=False),
         )
-    config = trainer.config  # with the rates and paths that were left open
+    config = trainer.config  # with the rates, the paths and the batch that were left open
     run = config.run.out
     if trainer.main:
-        for line in header(trainer):
-            console.print(line, markup=False, highlight=False, soft_wrap=not console.is_terminal)
+        for line in (*header(trainer), *trainer.notices):
+            console.print(printable(line), markup=False, highlight=False, soft_wrap=not console.is_terminal)
     if trainer.main and trainer.resumed is not None:
         console.print(f"continuing at step {trainer.step} of {trainer.steps}", highlight=False)
     outcome = trainer.run()
@@ -87,8 +121,8 @@ def _train(config: "TrainConfig") -> int:
         return 0
     written = finish(config, trainer.held_out, outcome)
     guess = chance(outcome.encoded)
-    print("\n".join(written.notes))
-    print("\n".join(table(outcome.metrics, guess, trainer.sides)))
+    print("\n".join(map(printable, written.notes)))
+    print(printable("\n".join(table(outcome.metrics, guess, trainer.sides)), lines=True))
     print(f"R@10 is {outcome.metrics[BEST] / guess[BEST]:.0f} times chance")
     print(f"report: {written.report}")
     if written.sheet is not None:

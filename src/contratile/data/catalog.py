@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from contratile.data import shards, tables
 from contratile.data.columns import LeftKind
+from contratile.data.foreign import refuse_commands
 from contratile.data.loader import BROKEN_LIMIT
 from contratile.data.rows import Rows, chosen
 from contratile.data.sample import Indexed, Split, Stream
@@ -138,6 +139,7 @@ def _shards(config: DataConfig, name: str, split: Split, share: float | None) ->
 def _hub(config: DataConfig, name: str, split: Split, share: float | None) -> Indexed | Stream:
     from contratile.data.hub import open_hub
 
+    refuse_commands(name, [name.removeprefix("hf:")] if "://" in name else [])
     return open_hub(
         name,
         split,

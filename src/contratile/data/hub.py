@@ -10,7 +10,7 @@ read. Of a stream, what follows such a row is lost too.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from contratile.data.columns import Columns, LeftKind, choose
+from contratile.data.hub_names import absent, found_at_hub
 from contratile.data.sample import Broken, Cursor, Sample, Split, generator, in_split, need
 from contratile.errors import bad_value
 
@@ -132,16 +133,28 @@ def _called(name: str) -> str:
 def _load(datasets: Any, name: str, streaming: bool) -> Any:
     path, _, config = name.removeprefix("hf:").partition(":")
     saved = any((Path(path) / mark).is_file() for mark in ("dataset_dict.json", "state.json"))
-    try:
-        if name.endswith(".parquet"):
+    if name.endswith(".parquet"):
+        with _loadable(name):
             return datasets.load_dataset("parquet", data_files={"train": [name]}, streaming=streaming)
-        if saved:
+    if saved:
+        with _loadable(name):
             loaded = datasets.load_from_disk(path)
             splits = loaded if isinstance(loaded, dict) else {"train": loaded}
             return {key: data.to_iterable_dataset() for key, data in splits.items()} if streaming else splits
+    with found_at_hub(path, f"data {name}") as folder, _loadable(name, missing="" if folder is not None else path):
         return datasets.load_dataset(path, config or None, streaming=streaming)
+
+
+@contextmanager
+def _loadable(name: str, *, missing: str = "") -> Iterator[None]:
+    """One line for whatever is raised about a dataset; `missing` is a name that no folder here has."""
+    try:
+        yield
     except Exception as error:  # the package raises its own, the network's and the file formats' errors
-        remedy = "Check the name, the configuration (hf:dataset:config) and the network; a folder works offline."
+        if missing and isinstance(error, OSError):
+            remedy = "Check the name, the path and the network."
+            bad_value("data", expected="a folder or a dataset of the hub", got=absent(missing), remedy=remedy)
+        remedy = "Check the name, the configuration (hf:dataset:config) and its files."
         bad_value("data", expected="a dataset that can be loaded", got=f"{name!r} ({_brief(error)})", remedy=remedy)
 
 

@@ -138,9 +138,7 @@ class Loader:
             n = len(source)
             self.steps_per_epoch = n // batch if drop_last else -(-n // batch)
             if self.steps_per_epoch == 0:
-                remedy = (
-                    f"Lower the batch to {n} or less; drop_last=False is for evaluation." if n else "Look at its name."
-                )
+                remedy = f"Lower the batch to {n} or less." if n else "Look at its name."
                 bad_value("batch", expected=f"at most the {n} samples of {source.name}", got=batch, remedy=remedy)
         elif batch < world:
             bad_value("batch", expected=f"at least {world}, one for each rank", got=batch, remedy="Raise the batch.")

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from contratile.data.foreign import refuse_commands, scheme
 from contratile.data.images import SUFFIXES, decode
 from contratile.data.sample import (
     MAX_TEXT,
@@ -47,6 +48,9 @@ MAX_PICTURE = 1 << 26
 MAX_CAPTION = 4 * MAX_TEXT
 MAX_JSON = 1 << 20
 """Bytes of a sample's files; a sample with a larger one is broken."""
+
+MOST = 1_000_000
+"""Shards that names may stand for; LAION-5B has 232,000."""
 
 CAPTIONS = ("caption", "text")
 """Fields of a sample's JSON that serve where it has no .txt."""
@@ -96,13 +100,13 @@ class Shards:
 
     def _shard(self, url: str) -> Iterator[Record | Broken]:
         """The records of one tar that belong to the split, and a Broken where it ends before its end."""
-        wds = need("webdataset")
+        need("webdataset")
         label = Path(url).name
         try:
-            if _local(url) and Path(url).exists() and not Path(url).is_file():
+            if not scheme(url) and Path(url).exists() and not Path(url).is_file():
                 yield Broken(label, "not a file but a folder, a pipe or a device")
                 return
-            with wds.gopen(url) as stream:
+            with _opened(url) as stream:
                 for name, files in grouped(stream, self._limits):
                     if in_split(name, self._split, self._share):
                         key = f"{label}/{name}"
@@ -179,31 +183,44 @@ def _ended(stream: Any, url: str) -> bool:
     rest = False
     while block := stream.read(1 << 16):  # to its end in any case: a command should not die of a closed pipe
         rest |= bool(block.strip(b"\0"))
-    if not url.endswith(".tar") or url.startswith("pipe:"):
+    if not url.endswith(".tar") or scheme(url):
         return True
     with Path(url).open("rb") as file:
         file.seek(-512, SEEK_END)
         return not rest and not file.read().strip(b"\0")
 
 
+def _opened(url: str) -> Any:
+    """Paths are opened here: webdataset has its own idea of what an address is, and starts programs for them."""
+    return need("webdataset").gopen(url) if scheme(url) else Path(url).open("rb")
+
+
 def _text(data: bytes, key: str) -> str:
     return usable_text(data.decode("utf-8", "surrogateescape"), key)
-
-
-def _local(url: str) -> bool:
-    return re.match(r"\w+:", url) is None
 
 
 def is_shards(name: str) -> bool:
     return name.startswith("pipe:") or re.search(r"\.(tar|tgz|tar\.\w+)$", name) is not None
 
 
+def _matches(pattern: str) -> list[str]:
+    """The files that are there. One that is called `pipe:x.tar` stays a file."""
+    return [f"./{path}" if scheme(path) else path for path in sorted(glob(pattern))]  # noqa: PTH207
+
+
 def expand(names: str) -> list[str]:
     """Shard names: several patterns are separated by `::`, braces give ranges, `*` what is there."""
     braces = need("braceexpand").braceexpand
-    urls = [url for pattern in names.split("::") for url in braces(pattern)]
-    local = [url for url in urls if _local(url)]
-    found = {url: sorted(glob(url)) if "*" in url else [url] * Path(url).is_file() for url in local}  # noqa: PTH207
+    try:
+        urls = list(islice((url for pattern in names.split("::") for url in braces(pattern)), MOST + 1))
+    except ValueError as error:  # a brace that is not closed
+        remedy = "Write a range such as shards/{00000..00099}.tar."
+        bad_value("shards", expected="names with closed braces", got=f"{str(names)!r} ({error})", remedy=remedy)
+    if len(urls) > MOST:
+        bad_value("shards", expected=f"at most {MOST:,} names", got=repr(str(names)), remedy="Check the range.")
+    refuse_commands(names, urls)
+    local = [url for url in urls if not scheme(url)]
+    found = {url: _matches(url) if "*" in url else [url] * Path(url).is_file() for url in local}
     if local and not any(found.values()):
         remedy = "Check the path and the range, such as shards/{00000..00099}.tar."
         bad_value("shards", expected="tar files", got=f"none of {len(local)}, first {local[0]!r}", remedy=remedy)

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from contratile.data.images import CLIP_MEAN, CLIP_STD, Squares, normalise
 from contratile.data.sample import Kind
 from contratile.errors import bad_value
+from contratile.packages import HIDDEN, find_spec_safely, why_not
+from contratile.train.pretrained import brief, pretrained, readable
 
 if TYPE_CHECKING:
     from contratile.train.towers import TowerConfig
@@ -45,9 +47,8 @@ def hide_broken_torchvision() -> None:
         return
     try:
         import_module("torchvision")
-    except (
-        Exception
-    ):  # an operator that is missing, a library that cannot be loaded: whatever it is, without it we can do
+    except Exception as error:  # an operator that is missing, a library that cannot be loaded: we can do without it
+        HIDDEN.append(error)
         for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
             del sys.modules[name]
         sys.modules["torchvision"] = None  # type: ignore[assignment]  # "not installed", to everybody who asks
@@ -68,8 +69,10 @@ def need(module: str, package: str) -> Any:
     """Import what towers come from, or say how to get it."""
     try:
         return import_module(module)
-    except Exception as error:  # also what is there and fails, because of a broken torchvision, say
-        raise ImportError(f"{module} is needed for these towers ({error}): pip install {package}") from error
+    except Exception as error:
+        if not find_spec_safely(module):
+            raise ImportError(f"{module} is needed for these towers: pip install {package}") from error
+        raise ImportError(f"{module} is needed for these towers. {why_not(module, error)}") from error
 
 
 def image_part(model: nn.Module, width: int, size: int, pixels: Pixels) -> Part:
@@ -162,7 +165,7 @@ def _tiny(name: str, config: TowerConfig, texts: Iterable[str], folder: Path | N
 
     known = None if folder is None else folder / Words.FILE
     if known is not None and known.exists():
-        tokenizer = Tokenizer.from_file(str(known))
+        tokenizer = _read_tokenizer(Tokenizer, known)
     else:
         tokenizer = train_tokenizer(texts, config.vocabulary)
     words = Words(tokenizer, config.words)
@@ -188,6 +191,19 @@ def _tiny(name: str, config: TowerConfig, texts: Iterable[str], folder: Path | N
         image_part(_Vision(vision), config.width, size, TINY_PIXELS),
         Part(_Text(text), config.width, "text", words),
     )
+
+
+def _read_tokenizer(kind: Any, path: Path) -> Any:
+    try:
+        tokenizer = kind.from_file(str(path))
+    except Exception as error:  # the package has no class for it
+        remedy = "Restore it from a copy of the run: without it the weights mean nothing."
+        bad_value(f"tokenizer {path}", expected="what the run has written", got=brief(error), remedy=remedy)
+    for token in ("[PAD]", "[START]", "[END]"):
+        if tokenizer.token_to_id(token) is None:
+            remedy = "Restore it from a copy of the run."
+            bad_value(f"tokenizer {path}", expected=f"one with the token {token}", got="none", remedy=remedy)
+    return tokenizer
 
 
 # --- hf: models of transformers -----------------------------------------------------------------------------------
@@ -245,20 +261,28 @@ def _hf(name: str, config: TowerConfig, texts: Iterable[str], folder: Path | Non
 
     if "+" in name and not Path(name).is_dir():
         vision_name, text_name = name.split("+", 1)
-        vision, text = AutoModel.from_pretrained(vision_name), AutoModel.from_pretrained(text_name)
+        with pretrained("hf", vision_name):
+            vision = AutoModel.from_pretrained(vision_name, trust_remote_code=False)
+            preparation = _preparation(vision_name, vision.config, config)
+        with pretrained("hf", text_name):
+            text = AutoModel.from_pretrained(text_name, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(text_name, trust_remote_code=False)
         _checkpoint(config, vision, text)
-        tokenizer = AutoTokenizer.from_pretrained(text_name)
         length = min(tokenizer.model_max_length, text.config.max_position_embeddings)
         return (
-            image_part(_Pooled(vision), vision.config.hidden_size, *_preparation(vision_name, vision.config, config)),
+            image_part(_Pooled(vision), vision.config.hidden_size, *preparation),
             Part(_Pooled(text), text.config.hidden_size, "text", Tokens(tokenizer, length, whole=False)),
         )
-    model = AutoModel.from_pretrained(name)
-    if not hasattr(model, "vision_model") or not hasattr(model, "text_model"):
+    with pretrained("hf", name):
+        model = AutoModel.from_pretrained(name, trust_remote_code=False)
+        two_towers = hasattr(model, "vision_model") and hasattr(model, "text_model")
+        if two_towers:
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            preparation = _preparation(name, model.config.vision_config, config)
+    if not two_towers:
         remedy = "Pass hf:<vision model>+<text model> for two models, with --head linear."
         bad_value("towers", expected="a model with two towers", got=type(model).__name__, remedy=remedy)
     _checkpoint(config, model)
-    tokenizer = AutoTokenizer.from_pretrained(name)
     whole = model.config.model_type.startswith("siglip")
     length = model.config.text_config.max_position_embeddings
     left = _Features(model.vision_model, getattr(model, "visual_projection", nn.Identity()))
@@ -268,7 +292,7 @@ def _hf(name: str, config: TowerConfig, texts: Iterable[str], folder: Path | Non
         getattr(model.config, "projection_dim", None) or getattr(model.config.text_config, "projection_size", 0),
     )
     return (
-        image_part(left, sizes[0], *_preparation(name, model.config.vision_config, config)),
+        image_part(left, sizes[0], *preparation),
         Part(right, sizes[1] or sizes[0], "text", Tokens(tokenizer, length, whole=whole)),
     )
 
@@ -282,7 +306,13 @@ def _preparation(name: str, vision: Any, config: TowerConfig) -> tuple[int, Pixe
     if found is None:
         return size, Pixels()
     facts = json.loads(Path(found).read_text(encoding="utf-8"))
-    return size, Pixels(facts.get("image_mean", CLIP_MEAN), facts.get("image_std", CLIP_STD))
+    mean, std = ([float(x) for x in facts.get(f"image_{kind}", usual)] for kind, usual in _USUAL.items())
+    if len(mean) != 3 or len(std) != 3:
+        raise ValueError("preprocessor_config.json: image_mean and image_std must be three numbers each")
+    return size, Pixels(mean, std)
+
+
+_USUAL = {"mean": CLIP_MEAN, "std": CLIP_STD}
 
 
 def _checkpoint(config: TowerConfig, *models: Any) -> None:
@@ -296,15 +326,13 @@ def _checkpoint(config: TowerConfig, *models: Any) -> None:
 
 def _open_clip(name: str, config: TowerConfig, texts: Iterable[str], folder: Path | None) -> Parts:
     open_clip = need("open_clip", "open_clip_torch, and a torchvision that fits torch")
-    model_name, _, pretrained = name.partition(":")
+    model_name, _, tag = name.partition(":")
     size = config.pixels or None
-    try:
+    with readable(f"towers open_clip:{name}"):
         # A text tower that is a module of its own, as the image tower is.
         model = open_clip.create_model(
-            model_name, pretrained=pretrained or None, force_image_size=size, force_custom_text=True
+            model_name, pretrained=tag or None, force_image_size=size, force_custom_text=True
         )
-    except RuntimeError as error:  # its word for a model or for weights that it does not know
-        raise ValueError(f"towers open_clip:{name}: {error}") from error
     if config.checkpointing:
         model.set_grad_checkpointing(True)
     edge = model.visual.image_size
@@ -340,7 +368,9 @@ class _Sentence:
 def _sentence_transformers(name: str, config: TowerConfig, texts: Iterable[str], folder: Path | None) -> Parts:
     hide_broken_torchvision()
     sentence_transformers = need("sentence_transformers", "sentence-transformers")
-    model = sentence_transformers.SentenceTransformer(packaged(name), device="cpu")
+    place = packaged(name)
+    with pretrained("st", place):
+        model = sentence_transformers.SentenceTransformer(place, device="cpu", trust_remote_code=False)
     if config.checkpointing:
         _checkpoint(config, model[0].auto_model)
     # Two names of one method: of releases up to 5, and since.

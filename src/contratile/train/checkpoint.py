@@ -88,7 +88,7 @@ def load(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             flat = {key: x.clone() for key, x in load_file(place / f"{name}.safetensors").items()}
             state[name] = restore(tree, flat)
         return state, restore(written["facts"], {})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         _refuse(place, "what `save` writes", repr(error), error)
 
 
@@ -259,11 +259,14 @@ def _manifest(folder: Path) -> tuple[dict[str, int], dict[str, str]]:
         version, files = manifest["format"], manifest["files"]
         sizes = {str(name): int(file["bytes"]) for name, file in files.items()}
         checksums = {str(name): str(file["crc32"]) for name, file in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        for name in ("facts.json", *sizes):
+            if name not in sizes or Path(name).name != name:
+                raise ValueError(f"files: {name!r}")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         _refuse(folder, "a manifest.json as `save` writes it", repr(error), error)
     if version != FORMAT:
         remedy = "It was written by another version of contratile: use that one."
-        bad_value(f"checkpoint {folder}", expected=FORMAT, got=version, remedy=remedy)
+        bad_value(f"checkpoint {folder}", expected=FORMAT, got=str(version)[:60], remedy=remedy)
     return sizes, checksums
 
 

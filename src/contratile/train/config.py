@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from contratile.data.catalog import DataConfig
-from contratile.errors import bad_value, check_choice, check_count
+from contratile.data.foreign import Foreign
+from contratile.errors import bad_type, bad_value, check_choice, check_count, check_size
 from contratile.train.optim import OptimConfig
 from contratile.train.towers import TowerConfig
 
@@ -115,10 +118,22 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         run, loss = self.run, self.loss
+        for section in SECTIONS:
+            for option, value in vars(getattr(self, section)).items():
+                if isinstance(value, int | float):
+                    check_size(option, value)
         for name in ("batch", "chunk", "keep", "log_every"):
             check_count(name, getattr(run, name), least=1)
         for name in ("steps", "eval_every", "save_every"):
             check_count(name, getattr(run, name), least=0)
+        if not 0 <= run.seed < 2**32:
+            bad_value("seed", expected="0 to 4294967295", got=run.seed, remedy="Any number in between will do.")
+        check_count("cache_mib", loss.cache_mib, least=0)
+        if not 0 <= loss.label_smoothing < 1:
+            got = loss.label_smoothing
+            bad_value("label_smoothing", expected="a share from 0 to below 1", got=got, remedy="0.1 is common.")
+        if not loss.max_scale >= 1:
+            bad_value("max_scale", expected="at least 1", got=loss.max_scale, remedy="CLIP has 100.")
         if run.steps == 0 and not run.epochs > 0:
             bad_value("epochs", expected="a positive number", got=run.epochs, remedy="Or pass --steps.")
         if loss.loss not in ("clip", "infonce"):
@@ -132,22 +147,44 @@ SECTIONS = ("run", "data", "towers", "loss", "optim")
 CONFIG = "config.toml"
 """Of a run, in its folder."""
 
+LARGEST = 1 << 20
+"""Bytes of a recipe at most: they have some hundreds."""
 
-def load_config(path: Path, default: TrainConfig | None = None) -> TrainConfig:
-    """A recipe: sections and fields of `TrainConfig` in TOML, on top of `default`."""
+
+def load_config(path: Path, default: TrainConfig | None = None, *, allow_pipe: bool = False) -> TrainConfig:
+    """A recipe: sections and fields of `TrainConfig` in TOML, on top of `default`.
+
+    Args:
+        path: The file. Anyone may have written it, so every value is checked.
+        default: What it leaves out; by default that of `TrainConfig`.
+        allow_pipe: Let the data that it names start programs (`pipe:COMMAND`, addresses).
+
+    Raises:
+        ValueError: The file cannot be read, or has a name or a value that does not exist.
+        TypeError: A value has the wrong type.
+    """
     try:
         tomllib: Any = import_module("tomllib")
     except ImportError:  # Python 3.10
         tomllib = import_module("tomli")
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            text = file.read(LARGEST + 1)
+        if len(text) > LARGEST:
+            raise ValueError("It is larger")
+        given = tomllib.loads(text.decode("utf-8"))
     except OSError as error:
-        bad_value("config", expected="a TOML file", got=path, remedy=str(error))
-    try:
-        given = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        bad_value("config", expected="TOML", got=path, remedy=f"{error}.")
-    return from_dict(given, default or TrainConfig(), where=str(path))
+        bad_value("config", expected="a TOML file", got=path, remedy=f"{error.strerror or error}.")
+    except ValueError as error:  # of TOML, of UTF-8, or a number with thousands of digits
+        bad_value("config", expected=f"TOML in UTF-8, at most {LARGEST:,} bytes", got=path, remedy=f"{error}.")
+    except RecursionError:
+        bad_value("config", expected="sections of values", got=f"{path}, nested too deeply", remedy="See recipes/.")
+    config = from_dict(given, default or TrainConfig(), where=str(path))
+    if allow_pipe:
+        return config
+    names = [name for name in ("data", "test_data") if name in given.get("data", {})]
+    foreign = {name: Foreign(getattr(config.data, name), origin=str(path)) for name in names}
+    return replace(config, data=replace(config.data, **foreign))  # type: ignore[arg-type]  # they are texts
 
 
 def from_dict(given: Mapping[str, Any], default: TrainConfig, *, where: str) -> TrainConfig:
@@ -156,33 +193,77 @@ def from_dict(given: Mapping[str, Any], default: TrainConfig, *, where: str) -> 
     for section, values in given.items():
         _known(section, SECTIONS, where)
         if not isinstance(values, Mapping):
-            bad_value(f"{where}: {section}", expected="a section", got=repr(values), remedy=f"Write [{section}].")
-        part = getattr(default, section)
+            bad_value(f"{where}: {section}", expected="a section", got=_short(values), remedy=f"Write [{section}].")
+        part, here = getattr(default, section), f"{where} [{section}]"
         hints = get_type_hints(type(part))
         changes = {}
         for name, value in values.items():
-            _known(name, tuple(f.name for f in fields(part)), f"{where} [{section}]")
-            changes[name] = _convert(name, value, hints[name])
-        parts[section] = replace(part, **changes)
-    return replace(default, **parts)
+            _known(name, tuple(f.name for f in fields(part)), here)
+            changes[name] = _convert(f"{here} {name}", value, hints[name], getattr(type(part)(), name))
+        with _named(here):
+            parts[section] = replace(part, **changes)
+    with _named(where):
+        return replace(default, **parts)
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Put the file in front of what is said about a value."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{where} {error}") from error
 
 
 def _known(name: str, known: tuple[str, ...], where: str) -> None:
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         remedy = f"Did you mean {near[0]}?" if near else "Drop it."
-        bad_value(where, expected=f"one of {', '.join(known)}", got=repr(name), remedy=remedy)
+        bad_value(where, expected=f"one of {', '.join(known)}", got=_short(name), remedy=remedy)
 
 
-def _convert(name: str, value: Any, hint: Any) -> Any:
+# What a field of a type wants to find in TOML: the types there, and the word for them.
+_WANTED: dict[Any, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false"),
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+    str: ((str,), "a text in quotes"),
+    Path: ((str,), "a path in quotes"),
+}
+
+
+def _convert(what: str, value: Any, hint: Any, default: Any) -> Any:
     """A value of TOML as a field wants it."""
+    if get_origin(hint) in (Union, UnionType):  # TOML has no word for None, so the other one is meant
+        (hint,) = (option for option in get_args(hint) if option is not type(None))
     if get_origin(hint) is Literal:
-        check_choice(name, value, get_args(hint))
-    if "Path" in str(hint) and isinstance(value, str):
-        return Path(value)
-    if isinstance(value, list):
-        return tuple(value)
-    return float(value) if hint is float and isinstance(value, int) else value
+        check_choice(what, value, get_args(hint))
+        return value
+    if get_origin(hint) is tuple:
+        kinds = get_args(hint)
+        if not isinstance(value, list) or len(value) != len(kinds):
+            bad_type(what, expected=f"a list of {len(kinds)}", got=_short(value), remedy="Write it as [0.9, 0.98].")
+        return tuple(_convert(what, part, kind, None) for part, kind in zip(value, kinds, strict=True))
+    types, word = _WANTED[hint]
+    fits = isinstance(value, types) and isinstance(value, bool) == (hint is bool)
+    if not fits:
+        example = f"{what.rpartition(' ')[2]} = {_toml(str(default) if isinstance(default, Path) else default)}"
+        remedy = "Check its type." if default is None else f"Write it like {example}."
+        bad_type(what, expected=word, got=_short(value), remedy=remedy)
+    if isinstance(value, int | float):
+        check_size(what, value)
+    elif "\0" in value:
+        bad_value(what, expected="a text", got=_short(value), remedy="Remove the NUL.")
+    return Path(value) if hint is Path else float(value) if hint is float else value
+
+
+def _short(value: object) -> str:
+    """What was found, at a length that fits a line."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # a nest, or a number of more digits than Python shows
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:50]}... ({len(text)} characters)"
 
 
 def to_dict(config: TrainConfig) -> dict[str, dict[str, Any]]:

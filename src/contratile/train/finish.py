@@ -18,7 +18,7 @@ from contratile.train.evaluate import Encoded, chance
 from contratile.train.gallery import Gallery, Side, found_rows, make_gallery, save_gallery
 from contratile.train.places import absent_towers
 from contratile.train.report import SheetRow, contact_sheet, png, write_report
-from contratile.train.towers import Towers, build_towers
+from contratile.train.towers import Towers, build_towers, check_recipe, load_weights
 from contratile.train.track import DENSE_MATRICES, history, size
 
 if TYPE_CHECKING:
@@ -109,15 +109,16 @@ class Run(NamedTuple):
     """Of the checkpoint that the weights are from."""
 
 
-def load_run(run: Path, weights: str = "best") -> Run:
+def load_run(run: Path, weights: str = "best", *, allow_pipe: bool = False) -> Run:
     """The towers of a run with the weights of a checkpoint: its best, its last, or that of a step (step-00000100).
 
-    A run without a best one, which was never evaluated, has its last instead.
+    A run without a best one, which was never evaluated, has its last instead. The folder may be anyone's: nothing in it
+    is run, and data that it names by a command is refused when it is opened, unless `allow_pipe` says otherwise.
     """
     if not (run / CONFIG).exists():
         remedy = "Give the folder that `contratile train --out` wrote."
         bad_value("run", expected=f"a folder with {CONFIG}", got=run, remedy=remedy)
-    config = load_config(run / CONFIG)
+    config = load_config(run / CONFIG, allow_pipe=allow_pipe)
     best = run / "best"
     folder: Path | None = run / "checkpoints" / weights
     if weights == "last" or (weights == "best" and not best.exists()):
@@ -130,7 +131,8 @@ def load_run(run: Path, weights: str = "best") -> Run:
     if gone:
         remedy = f"Put it back, or write its new place into {run / CONFIG}: towers = ..."
         bad_value("towers of the run", expected=f"a model at {gone}", got="nothing", remedy=remedy)
-    towers = build_towers(config.towers, folder=run, bias=config.loss.loss == "siglip")
     state, facts = checkpoint.load(folder.resolve())
-    towers.load_state_dict(state["model"])
+    check_recipe(facts, run)
+    towers = build_towers(config.towers, folder=run, bias=config.loss.loss == "siglip")
+    load_weights(towers, state, folder)
     return Run(towers.eval(), config, facts["step"])

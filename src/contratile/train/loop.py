@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from contratile.data.catalog import open_source
 from contratile.data.loader import Batch, Loader
-from contratile.data.sample import Source
+from contratile.data.sample import Indexed, Source
 from contratile.errors import bad_value
 from contratile.grad_cache import GradCache
 from contratile.normalized import warn_not_normalized
@@ -47,7 +47,15 @@ from contratile.train.sharding import (
     whole,
     without_foreach,
 )
-from contratile.train.towers import Finish, Tower, Towers, build_towers, save_recipe
+from contratile.train.towers import (
+    Finish,
+    Tower,
+    Towers,
+    build_towers,
+    check_recipe,
+    recipe_checksums,
+    save_recipe,
+)
 from contratile.train.track import Tracker
 from contratile.train.words import side_names
 
@@ -84,6 +92,9 @@ class Trainer:
 
         self.config = config = located(config)
         run = config.run
+        self.notices: list[str] = []
+        """What the user should know before the first step."""
+
         if run.precision == "fp16" and (run.cpu or not torch.accelerator.is_available()):
             remedy = "fp16 needs an accelerator; bf16 has the range of fp32."
             bad_value("precision", expected="fp32 or bf16 on a CPU", got="fp16", remedy=remedy)
@@ -98,6 +109,11 @@ class Trainer:
         self.main = bool(self.accelerator.is_main_process)
         set_seed(run.seed)
         self.source, self.held_out = open_source(config.data, "train"), open_source(config.data, "test")
+        self.config = config = fitted(config, self.source, self.accelerator.num_processes)
+        if config.run.batch != run.batch:
+            told = f"batch {run.batch:,} is larger than the data: {config.run.batch:,}, of {len(self.source):,} pairs"  # type: ignore[arg-type]
+            self.notices.append(f"{told} to train on, in every step")
+        run = config.run
         if self.main:
             run.out.mkdir(parents=True, exist_ok=True)
         self.accelerator.wait_for_everyone()
@@ -109,7 +125,8 @@ class Trainer:
                 known = run_of(self.resumed) if self.resumed else None if self.main else run.out
                 bias = config.loss.loss == "siglip"
                 self.towers = build_towers(config.towers, texts=texts_of(self.source), folder=known, bias=bias)
-                if self.main:
+                # What was read there stays as it is: its checksum is in the checkpoints.
+                if self.main and (known is None or known.resolve() != run.out.resolve()):
                     save_recipe(self.towers, run.out)
             self.accelerator.wait_for_everyone()
         check_kinds(self.source, self.towers.kinds)
@@ -261,6 +278,7 @@ class Trainer:
                 "best": None if math.isinf(self.best) else self.best,
                 "loader": positions,
                 "config": to_dict(self.config),
+                "recipe": recipe_checksums(run.out),
             }
             folder = run.out / "checkpoints" / checkpoint.step_name(self.step)
             checkpoint.save(folder, {**state, "random": random}, facts)
@@ -269,6 +287,7 @@ class Trainer:
 
     def _restore(self, folder: Path) -> None:
         state, facts = checkpoint.load(folder)
+        check_recipe(facts, run_of(folder))
         check_options(facts["config"], self.config)
         load_model(self.towers, state["model"])
         checkpoint.load_optimizer(self.optimizer, shared_out(state["optimizer"], self.optimizer))
@@ -359,6 +378,14 @@ def check_sharding(config: TrainConfig, world: int) -> None:
     if optimizer.lower().endswith("adafactor"):
         remedy = "adamw has such steps; this one takes means over rows and columns."
         bad_value("optimizer", expected="steps that shards can do with --fsdp", got=optimizer, remedy=remedy)
+
+
+def fitted(config: TrainConfig, source: Source, world: int) -> TrainConfig:
+    """The config with a batch that the data can fill: at most all its pairs, equally many for each process."""
+    if not isinstance(source, Indexed) or config.run.batch <= len(source):
+        return config
+    batch = len(source) // world * world or len(source)
+    return replace(config, run=replace(config.run, batch=batch))
 
 
 def finite(x: Tensor) -> bool:

@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from contratile.errors import bad_value, check_choice, check_count
+from contratile.packages import find_spec_safely, why_not
 
 Schedule = Literal["cosine", "constant"]
 SCRATCH, PRETRAINED = 1e-3, 2e-5
@@ -208,7 +209,8 @@ def _of_timm(name: str, groups: list[dict[str, Any]], **options: Any) -> Optimiz
     try:
         optim: Any = importlib.import_module("timm.optim")
     except Exception as error:  # also packages that timm imports and that are broken
-        raise ValueError(f"timm cannot be imported ({error}); pip install timm, or name one of torch.optim") from error
+        reason = why_not("timm", error) if find_spec_safely("timm") else "pip install timm."
+        raise ValueError(f"timm is needed. {reason} Or name one of torch.optim.") from error
     _check_known(name, optim.list_optimizers())
     found = optim.create_optimizer_v2(groups, opt=name.lower(), **options)
     assert isinstance(found, Optimizer)

@@ -14,6 +14,7 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from contratile.data.foreign import from_the_same
 from contratile.data.shards import is_shards
 from contratile.data.tables import SUFFIXES
 
@@ -31,8 +32,8 @@ def located(config: TrainConfig) -> TrainConfig:
         run=replace(run, out=run.out.absolute()),
         data=replace(
             data,
-            data=located_data(data.data),
-            test_data=located_data(data.test_data),
+            data=from_the_same(data.data, located_data(data.data)),
+            test_data=from_the_same(data.test_data, located_data(data.test_data)),
             root=data.root and data.root.absolute(),
             cache=data.cache and data.cache.absolute(),
         ),

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from contratile.printable import printable
+
 if TYPE_CHECKING:
     from PIL.Image import Image
     from rich.console import Console
@@ -29,12 +31,12 @@ def preview(row: SheetRow, console: Console) -> None:
 
     colours = console.color_system is not None
     # A title may hold what looks like markup: it goes in as text.
-    console.print(f'nearest to "{row.query}"', markup=False, highlight=False)
+    console.print(f'nearest to "{printable(row.query)}"', markup=False, highlight=False)
     table = Table("#", "score", *(["image"] if colours else []), "text", show_lines=colours)
     found = zip(row.images, row.captions, row.hits, strict=True)
     for place, (image, caption, hit) in enumerate(found):
         score = f"{row.scores[place]:.3f}" if row.scores else ""
-        text = _plain(shortened(caption, CAPTION) + (" (its own)" if hit else ""))
+        text = _plain(printable(shortened(caption, CAPTION)) + (" (its own)" if hit else ""))
         shown = [_plain("") if image is None else thumbnail(image)] if colours else []
         table.add_row(str(place + 1), score, *shown, text)
     console.print(table)

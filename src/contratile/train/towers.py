@@ -13,8 +13,9 @@ goes into a folder: JSON and tokenizer files, no pickles.
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -25,7 +26,7 @@ from torch.nn import functional as F
 
 from contratile.data.sample import Kind
 from contratile.errors import bad_value, check_choice, check_count
-from contratile.train.backbones import MAKERS, Part
+from contratile.train.backbones import MAKERS, Part, Words
 
 Lock = Literal["none", "image", "text", "left", "right", "both"]
 Head = Literal["none", "linear", "mlp", "residual"]
@@ -214,3 +215,32 @@ def save_recipe(towers: Towers, folder: Path) -> None:
         save = getattr(tower.prepare, "save", None)
         if save is not None:
             save(folder)
+
+
+def recipe_checksums(folder: Path) -> dict[str, str]:
+    """What a checkpoint remembers of the files that `save_recipe` wrote: weights mean nothing with other tokens."""
+    path = folder / Words.FILE
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()} if path.is_file() else {}
+
+
+def check_recipe(facts: Any, folder: Path) -> None:
+    """Refuse tokenizer files that are not those the checkpoint was written with. Earlier versions remembered none."""
+    if not isinstance(facts, dict) or not isinstance(facts.get("step"), int):
+        remedy = "Take another checkpoint (--weights), or another copy of the run."
+        bad_value(f"checkpoint of {folder}", expected="facts with a step", got=repr(facts)[:60], remedy=remedy)
+    known, now = facts.get("recipe", {}), recipe_checksums(folder)
+    for name, checksum in known.items() if isinstance(known, dict) else ():
+        if now.get(str(name)) != checksum:
+            got = "another one" if str(name) in now else "none"
+            remedy = "Restore it from a copy of the run: with another one the weights mean nothing."
+            bad_value(f"{folder / str(name)}", expected="the file that the run has written", got=got, remedy=remedy)
+
+
+def load_weights(towers: Towers, state: Mapping[str, Any], folder: Path) -> None:
+    """Put the weights of a checkpoint into towers that were built by its configuration."""
+    try:
+        towers.load_state_dict(state["model"])
+    except (KeyError, TypeError, AttributeError, RuntimeError) as error:  # parts that are missing, or of another shape
+        got = " ".join(str(error).split())[:200]
+        remedy = "The run's config.toml and its checkpoints do not belong together; restore both from one copy."
+        bad_value(f"checkpoint {folder}", expected="weights of the run's towers", got=got, remedy=remedy)

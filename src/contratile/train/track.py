@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 import torch
 
 from contratile.errors import bad_value
+from contratile.printable import printable
 from contratile.train.words import PICTURES, in_a_line
 
 if TYPE_CHECKING:
@@ -209,7 +210,8 @@ class _Screen:
 
     def say(self, text: str) -> None:
         # A terminal would break a long line inside a word; in a file lines stay whole.
-        self._console.print(text, markup=False, highlight=False, soft_wrap=not self._console.is_terminal)
+        told = printable(text, lines=True)
+        self._console.print(told, markup=False, highlight=False, soft_wrap=not self._console.is_terminal)
 
     def close(self) -> None:
         if self._live is not None:

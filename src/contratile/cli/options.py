@@ -1,0 +1,65 @@
+"""Options that do not exist: the nearest one that does.
+
+known = ["--batch", "--chunk"]
+unknown_option("train", ["--batchsize", "3"], known)      # 'unknown option --batchsize. Did you mean --batch?'
+"""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, which says what is unknown, with what is near."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, rest = self.parse_known_args(args, namespace)
+        known = [name for action in self._actions for name in action.option_strings]
+        for word in rest:
+            if word.startswith("-"):
+                self.error(unknown_option(word, known))
+        if rest:
+            self.error(f"unexpected {' '.join(rest)!r}. See `{self.prog} --help`")
+        return found
+
+
+def unknown_option(word: str, known: Iterable[str]) -> str:
+    """The sentence about an option that does not exist."""
+    name = word.partition("=")[0].replace("_", "-")
+    close = difflib.get_close_matches(name, list(known), n=1)
+    # --batchsize is far from --batch in letters, but begins like it.
+    begins = sorted((x for x in known if len(x) > 3 and (name.startswith(x) or x.startswith(name))), key=len)
+    near = begins[-1:] or close
+    hint = f"Did you mean {near[0]}?" if near else "See --help for all."
+    return f"unknown option {word.partition('=')[0]}. {hint}"
+
+
+def options_of(config: Any) -> list[str]:
+    """The options of a command whose options are the fields of a dataclass, or of the dataclasses in it."""
+    found: list[str] = []
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            found += options_of(value)
+        else:
+            dashed = field.name.replace("_", "-")
+            found += [f"--{dashed}", *([f"--no-{dashed}"] if isinstance(value, bool) else [])]
+    return found
+
+
+def check_options(command: str, argv: Sequence[str], known: Sequence[str]) -> None:
+    """End with a line if a word is an option that does not exist."""
+    for word in argv:
+        name = word.partition("=")[0].replace("_", "-")
+        if word.startswith("--") and len(word) > 2 and name not in (*known, "--help"):
+            _end(f"contratile {command}: {unknown_option(word, known)}")
+
+
+def _end(text: str) -> NoReturn:
+    from contratile.printable import printable
+
+    print(printable(text), file=sys.stderr)
+    raise SystemExit(2)
