@@ -20,7 +20,7 @@ naive error     That of `contratile.reference` on the same numbers in the accumu
                 it; where it decides nothing (one key far above the others, a single pair), these runs agree and the
                 rule is as sharp as without them. `FEW` runs, and `RUNS` before anything is called broken. If all
                 rows are equal, so are their roundings: D terms of one sign are rounded by up to D/2 units alike.
-eps             what any computation in that dtype loses; the last four grow with the scores:
+eps             what any computation in that dtype loses; the last three grow with the scores:
               - `ROUNDINGS` + sqrt(terms) roundings at the largest element of the true result. Ours divides the scale by
                 ln 2, multiplies it into the queries, multiplies the result by ln 2 and by a row's share; and rounding
                 errors of a sum of many terms grow like the root of their number: N for features, N * M for numbers.
@@ -35,8 +35,6 @@ eps             what any computation in that dtype loses; the last four grow wit
                 are all rounded alike, by how far log(ties) is from a whole last place, which no move draws anew.
               - for `sup_con` and smoothed targets, `ROUNDINGS` roundings of the largest score: sums over classes come
                 from the features in fp64, beside scores that are rounded; the formula rounds both alike.
-              - for 16-bit queries with extra keys or hard negatives, a unit in the last place of a row's gradient: the
-                share of each source of keys is rounded before they are added.
               - for fp64 features, the error of the truth itself, which is in fp64 too.
 
 Margins of whole-number features sit on ties: products are exact, so is the comparison, and moved numbers are compared
@@ -114,8 +112,6 @@ def verdict(case: Case, what: str, got: Tensor, true: Tensor, naive: float, acc:
     if summed or case.rows > 1 or case.loss == "pair_lse":
         eps += 4 * unit * case.lever(what)
         eps += unit * case.score * case.lever(what) if case.kind in TIED else 0
-    if torch.finfo(got.dtype).bits == 16 and {"extra_keys", "hard_negatives"} & case.leaves.keys():
-        eps += torch.finfo(got.dtype).eps * case.lever(what)
     if acc == torch.float64:
         eps += (ROUNDINGS + case.rows) * unit * case.rows * case.bound * case.lever(what)
     error = distance(got, true)

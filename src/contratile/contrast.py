@@ -207,18 +207,23 @@ def cross_entropies(
     query_ids, key_ids = options.pair_of_ids
     margin = float("inf") if options.margin is None else float(options.margin)
     task = Task(cols=cols, margin=margin, ranks=options.return_stats)
-    x = Inputs(query, key, as_tensor(scale, query), labels=labels, query_ids=query_ids, key_ids=key_ids)
-    results, unit = pair_stats(*(sums_over(x, task) if sums else (x, task)), _shared_cache(engine))
+    place = None
+    several = options.extra_keys is not None or options.hard_negatives is not None
+    if several and engine.backend != "dense" and GradientPlace.serves(query):
+        place, query = GradientPlace.apply(query), query.detach()  # type: ignore[no-untyped-call]
+    scale = as_tensor(scale, query)  # once: the gradients from all sources of keys add up in full precision
+    x = Inputs(query, key, scale, labels=labels, query_ids=query_ids, key_ids=key_ids)
+    results, unit = pair_stats(*(sums_over(x, task) if sums else (x, task)), _shared_cache(engine), place)
     pos = results["pos"]
     spared = None if query_ids is None or key_ids is None else query_ids == key_ids[labels]
     rows = _tally("row", results, spared, pos)
     level = results.get("level")
     if engine.extra is not None and any(engine.extra.sizes):
-        rows = rows.join(_extra(query, scale, pos, level, options, engine, task, sums), unit)
+        rows = rows.join(_extra(query, scale, pos, level, options, engine, task, sums, place), unit)
     elif options.extra_keys is not None:  # of no rows: they stay in the graph
         rows = rows._replace(above=rows.above + options.extra_keys.to(pos.dtype).sum())
     if options.hard_negatives is not None:
-        rows = rows.join(_hard(query, scale, pos, level, options, unit, sums), unit)
+        rows = rows.join(_hard(query, scale, pos, level, options, unit, sums, place), unit)
     columns = _tally("col", results, spared, pos) if cols else None
     e = options.label_smoothing
     losses = _loss(rows, pos, e) if columns is None else _loss(rows, pos, e) + _loss(columns, pos, e)
@@ -273,38 +278,39 @@ def lse_above(level: Tensor, results: Results, side: str = "row", *, floor: bool
 
 def _extra(
     query: Tensor,
-    scale: Tensor | float,
+    scale: Tensor,
     pos: Tensor,
     level: Tensor | None,
     options: Options,
     engine: Engine,
     task: Task,
     sums: bool,
+    place: Tensor | None,
 ) -> Tally:
     assert options.extra_keys is not None and engine.extra is not None
     query_ids = None if options.extra_ids is None else options.pair_of_ids[0]
     extra_ids = None if options.extra_ids is None else options.extra_ids.long()
-    scale = as_tensor(scale, query)
     x = Inputs(query, options.extra_keys, scale, query_ids=query_ids, key_ids=extra_ids, query_level=level)
     left = engine.cache_bytes - _shared_cache(engine).cache_bytes
     task, engine = task._replace(cols=False), engine._replace(ring=engine.extra, cache_bytes=left)
-    results, _ = pair_stats(*(sums_over(x, task) if sums else (x, task)), engine)
+    results, _ = pair_stats(*(sums_over(x, task) if sums else (x, task)), engine, place)
     return _tally("row", results, None, pos, own=False)
 
 
 def _hard(
     query: Tensor,
-    scale: Tensor | float,
+    scale: Tensor,
     pos: Tensor,
     level: Tensor | None,
     options: Options,
     unit: float,
     sums: bool,
+    place: Tensor | None,
 ) -> Tally:
     """`level` are the positives' products, with which products are compared."""
     assert options.hard_negatives is not None
-    scale = as_tensor(scale, query) / unit
-    products = own_scores(query, options.hard_negatives, options.hard_mask)
+    scale = scale / unit
+    products = own_scores(query, options.hard_negatives, options.hard_mask, place)
     scores = products * scale
     counts = torch.ones_like(scores, dtype=torch.bool) if options.hard_mask is None else options.hard_mask
     higher = None
@@ -359,11 +365,32 @@ CHUNK = 256
 """Queries whose own negatives are visited at once."""
 
 
+class GradientPlace(torch.autograd.Function):
+    """Where the gradients of 16-bit features from several sources of keys are added up, in fp32, and rounded once.
+
+    It stands for the features beside them, with their shape and without memory: autograd would round each share.
+    """
+
+    @staticmethod
+    def serves(features: Tensor) -> bool:
+        wanted = features.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        return wanted and features.dtype in (torch.float16, torch.bfloat16)
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor) -> Tensor:
+        ctx.dtype = features.dtype
+        return features.new_zeros((), dtype=torch.float32).expand(features.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.to(ctx.dtype)
+
+
 class _OwnScores(torch.autograd.Function):
     """scores[n, h] = <query[n], hard[n, h]> in the accumulation dtype, a chunk of rows at a time."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, hard: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(ctx: Any, query: Tensor, hard: Tensor, mask: Tensor | None, place: Tensor | None) -> Tensor:
         ctx.save_for_backward(query, hard, mask)
         acc = torch.promote_types(query.dtype, torch.float32)
         out = torch.empty(hard.shape[:2], dtype=acc, device=query.device)
@@ -373,12 +400,12 @@ class _OwnScores(torch.autograd.Function):
         return out if mask is None else out.masked_fill_(~mask, 0)  # padding may be anything, NaN too
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, Tensor | None]:
         query, hard, mask = ctx.saved_tensors
-        dquery, dhard = (
-            torch.empty_like(x, memory_format=torch.contiguous_format) if wanted else None
-            for x, wanted in zip((query, hard), ctx.needs_input_grad, strict=False)
-        )
+        wants_query, wants_hard, _, full = ctx.needs_input_grad
+        dtype = grad.dtype if full else query.dtype
+        dquery = torch.empty(query.shape, dtype=dtype, device=query.device) if wants_query or full else None
+        dhard = torch.empty_like(hard, memory_format=torch.contiguous_format) if wants_hard else None
         for start in range(0, len(query), CHUNK):
             at = slice(start, start + CHUNK)
             if dquery is not None:
@@ -388,13 +415,14 @@ class _OwnScores(torch.autograd.Function):
                 dquery[at] = (grad[at].unsqueeze(2) * hard_RHD).sum(1)  # no bmm, which autocast would round
             if dhard is not None:
                 dhard[at] = grad[at].unsqueeze(2) * query[at].to(grad.dtype).unsqueeze(1)
-        return dquery, dhard, None
+        return (None, dhard, None, dquery) if full else (dquery, dhard, None, None)
 
 
-def own_scores(query: Tensor, hard: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Each query's similarity with its own H negatives [N, H], without an fp32 copy of them."""
+def own_scores(query: Tensor, hard: Tensor, mask: Tensor | None = None, place: Tensor | None = None) -> Tensor:
+    """Each query's similarity with its own H negatives [N, H], without an fp32 copy of them. `place`, if given,
+    receives the gradient of the queries."""
     if torch.compiler.is_compiling() or transform_under_way((query, hard)):  # a compiler fuses this anyway
         acc = torch.promote_types(query.dtype, torch.float32)
         hard = hard if mask is None else hard.masked_fill(~mask.unsqueeze(2), 0)
         return (hard.to(acc) * query.to(acc).unsqueeze(1)).sum(2)
-    return _OwnScores.apply(query, hard, mask)  # type: ignore[no-any-return, no-untyped-call]
+    return _OwnScores.apply(query, hard, mask, place)  # type: ignore[no-any-return, no-untyped-call]

@@ -39,11 +39,12 @@ class Engine(NamedTuple):
     precision: Precision | None = None
 
 
-def pair_stats(x: Inputs, task: Task, engine: Engine) -> tuple[Results, float]:
+def pair_stats(x: Inputs, task: Task, engine: Engine, place: Tensor | None = None) -> tuple[Results, float]:
     """What `reference.pair_stats` computes, tile by tile, over the keys of all ranks. Arguments are taken as checked.
 
     The results are in units of so many nats: ln 2 where they are in base 2. `key=None` stands for the queries: row and
-    column statistics are then the same thing, returned as both.
+    column statistics are then the same thing, returned as both. `place`, if given, receives the gradient of the queries
+    in full precision: see `contrast.GradientPlace`.
     """
     if engine.backend == "dense":
         acc = accumulation_dtype(x.query.dtype)
@@ -53,7 +54,7 @@ def pair_stats(x: Inputs, task: Task, engine: Engine) -> tuple[Results, float]:
             return reference.pair_stats(**x._asdict(), **task.definition()), 1.0
     if x.key is None and x.labels is not None and x.query_ids is not None:
         x = x._replace(key=x.query)  # a positive is spared for its own query only: who meets whom need not be symmetric
-    wants_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x[:4])
+    wants_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*x[:4], place))
     own = task._replace(
         rows=task.rows or (x.key is None and task.cols),
         cols=task.cols and x.key is not None,
@@ -63,7 +64,7 @@ def pair_stats(x: Inputs, task: Task, engine: Engine) -> tuple[Results, float]:
         precision=engine.precision or "",
     )
     if not torch.compiler.is_compiling():
-        results = _run(engine.ring, x, own)
+        results = _run(engine.ring, x, own, place)
     elif engine.ring.team.size == 1:
         results = operators.named(x, own, operators.pair_statistics(*x, *own))
     else:
@@ -74,9 +75,9 @@ def pair_stats(x: Inputs, task: Task, engine: Engine) -> tuple[Results, float]:
     return results, task.unit
 
 
-def _run(ring: Ring, x: Inputs, task: Task) -> Results:
+def _run(ring: Ring, x: Inputs, task: Task, place: Tensor | None = None) -> Results:
     names: list[str] = []
-    outputs = _Pairs.apply(names, ring, task, *x)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    outputs = _Pairs.apply(names, ring, task, place, *x)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     return dict(zip(names, outputs, strict=True))
 
 
@@ -90,7 +91,9 @@ class _Pairs(torch.autograd.Function):
     """Forward and backward are one ring pass each, on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, names: list[str], ring: Ring, task: Task, *inputs: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, names: list[str], ring: Ring, task: Task, place: Tensor | None, *inputs: Any
+    ) -> tuple[Tensor, ...]:
         """`names` is filled with the names of the results."""
         results = forward(ring, Inputs(*inputs), task)
         cache = results.pop("cache", None)
@@ -116,11 +119,13 @@ class _Pairs(torch.autograd.Function):
         if cache is not None:
             results["cache"] = cache
         with torch.no_grad():
-            out = backward(ctx.ring, x, ctx.task, results, given, ctx.needs_input_grad[3:7])
+            full, query, *others = ctx.needs_input_grad[3:8]
+            out = backward(ctx.ring, x, ctx.task, results, given, (full or query, *others), full=full)
         if torch.is_grad_enabled():  # create_graph=True: these gradients may be used, but not differentiated
             anchor = next(t for t in (*x, *grads) if t is not None and t.requires_grad)
             out = [None if grad is None else _Final.apply(grad, anchor) for grad in out]  # type: ignore[no-untyped-call]
-        return None, None, None, *out, *[None] * (count - 4)
+        dq, *out = out
+        return None, None, None, *((dq, None) if full else (None, dq)), *out, *[None] * (count - 4)
 
 
 class _Final(torch.autograd.Function):

@@ -78,11 +78,18 @@ def forward(ring: Ring, x: Inputs, task: Task) -> Results:
 
 
 def backward(
-    ring: Ring, x: Inputs, task: Task, results: Results, grads: Results, wants: tuple[bool, bool, bool, bool]
+    ring: Ring,
+    x: Inputs,
+    task: Task,
+    results: Results,
+    grads: Results,
+    wants: tuple[bool, bool, bool, bool],
+    *,
+    full: bool = False,
 ) -> list[Tensor | None]:
     """The gradients of query, key, scale and bias that are wanted, from those of the results.
 
-    A result whose gradient is missing costs nothing.
+    A result whose gradient is missing costs nothing. `full`: that of the queries is not rounded to their dtype.
     """
     wants_q, wants_k, wants_scale, wants_bias = wants
     task = _resolved(task, x)
@@ -90,7 +97,7 @@ def backward(
     symmetric, alone = x.key is None, ring.team.size == 1
     # Several blocks, both sides of a tile, or class sums add to dq: in full precision. Else each row is written once.
     once = alone and not symmetric and x.query_classes is None
-    dtype = x.query.dtype if once else alpha.dtype
+    dtype = x.query.dtype if once and not full else alpha.dtype
     make = torch.empty if once and ring.sizes[0] else torch.zeros
     dq = make(x.query.shape, dtype=dtype, device=x.query.device) if wants_q else None
     dscale, dbias = (alpha.new_zeros(()) if wanted else None for wanted in (wants_scale, wants_bias))
@@ -144,7 +151,7 @@ def backward(
                 dscale += (grads[name] * results[name]).sum() / alpha
         dscale = (dscale / task.unit).to(x.scale.dtype)
     return [
-        None if dq is None else dq.to(x.query.dtype),
+        dq if dq is None or full else dq.to(x.query.dtype),
         trip.home[0].to(x.query.dtype) if trip.home else None,
         dscale,
         None if dbias is None or x.bias is None else dbias.to(x.bias.dtype),
