@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -16,6 +17,7 @@ import contratile as ct
 from contratile import reference, reserve
 from contratile.backends import torch_tiles
 from contratile.ring import FlatRing
+from contratile.team import NoAnswer, RankLost, Team, bounded, watched
 from tests.ranks import fresh_group, pool
 
 SIZES: list[tuple[int, ...]] = [(9,), (8, 9), (1, 6), (5, 0, 17), (7, 7, 7), (3, 11, 0, 2)]
@@ -458,8 +460,10 @@ def test_the_pool_is_usable_after_errors() -> None:
 
 
 def trouble(kind: str) -> str:
-    """Rank 1 of 3 misbehaves in the middle of a step; the others report what they see."""
+    """Rank 1 of 3 misbehaves in the middle of a step, or rank 0 stalls; the others report what they see."""
     q, k = (torch.randn(40, 8, requires_grad=True) for _ in range(2))
+    if kind == "store stalls" and dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)  # and with it the store, which it hosts
     if dist.get_rank() == 1:
         if kind == "absent":
             time.sleep(60)
@@ -500,3 +504,48 @@ def test_the_others_end_with_a_message(kind: str) -> None:
         assert "no room for the tile" in outcomes[1].result
     for pid in pids:
         assert pid is not None and not os.path.exists(f"/proc/{pid}"), "an orphan"  # noqa: PTH110
+
+
+@pytest.mark.parametrize("over", ["gloo", "store"])
+def test_a_stalled_host_of_the_store_ends_the_others(over: str) -> None:
+    """Also where the handshake goes through the store, as it does in groups without a CPU backend."""
+    with fresh_group(3, timeout=4) as group:
+        outcomes = group.outcomes(stalled_host, over, limit=60, ranks=(1, 2))
+    for rank in (1, 2):
+        assert outcomes[rank].ok, outcomes[rank].result
+        told = "waited in vain for another rank, probably rank 0 (the group's store does not answer) to start the loss"
+        assert f"rank {rank} of 3 {told}" in outcomes[rank].result, outcomes[rank].result
+
+
+def stalled_host(over: str) -> str:
+    if over == "store":
+        setattr(type(dist.group.WORLD), "_device_types", property(lambda group: [torch.device("cuda")]))  # noqa: B010
+    return trouble("store stalls")
+
+
+def test_bounded_calls() -> None:
+    assert bounded(lambda: 3, 60.0) == 3
+    with pytest.raises(KeyError, match="x"):
+        bounded(lambda: os.environ["no such x"], 60.0)
+    with pytest.raises(NoAnswer, match=r"no answer within 0.01 seconds"):
+        bounded(threading.Event().wait, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"), True),
+        (dist.DistBackendError("NCCL error"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+    ],
+)
+def test_errors_of_other_packages_that_mean_a_lost_rank(
+    error: RuntimeError, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Team, "of", classmethod(lambda cls, group: Team(None, 1, 2)))
+    monkeypatch.setattr(Team, "_absentees", lambda self: "rank 0")
+    with pytest.raises(RuntimeError) as raised, watched("to go on"):
+        raise error
+    assert isinstance(raised.value, RankLost) == lost
+    if lost:
+        assert "rank 1 of 2 waited in vain for rank 0 to go on" in str(raised.value)

@@ -10,11 +10,15 @@ before any block moves. It travels over the CPU, so an accelerator is never stal
 from __future__ import annotations
 
 import json
+import queue
+import re
+import threading
 import time
 from collections import defaultdict
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +29,18 @@ from contratile.errors import bad_type, bad_value
 Group: TypeAlias = "dist.ProcessGroup | Literal['auto'] | None"
 
 _HEADER_BYTES = 512
+_LOOK = 2.0
+"""Seconds in which the other ranks have to report a failure too."""
+
+T = TypeVar("T")
+
+
+class RankLost(RuntimeError):
+    """Another rank died, stalled, or did not take part."""
+
+
+class NoAnswer(RuntimeError):
+    """A call took too long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,13 +127,17 @@ class Team:
             dist.all_gather(received, sent, group=self.group)
             return [bytes(row.tolist()) for row in received]
         store, turn = _store(self.group), _next_turn(self.group)
-        store.set(f"contratile/{turn}/{self.rank}", header.decode())
         keys = [f"contratile/{turn}/{rank}" for rank in range(self.size)]
-        store.wait(keys)
-        headers: list[bytes] = store.multi_get(keys)
-        if turn > 1:  # everybody has read the turn before the last one
-            store.delete_key(f"contratile/{turn - 2}/{self.rank}")
-        return headers
+
+        def exchange() -> list[bytes]:
+            store.set(keys[self.rank], header.decode())
+            store.wait(keys)
+            headers: list[bytes] = store.multi_get(keys)
+            if turn > 1:  # everybody has read the turn before the last one
+                store.delete_key(f"contratile/{turn - 2}/{self.rank}")
+            return headers
+
+        return bounded(exchange, store.timeout.total_seconds() + _LOOK)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over ranks of a small tensor without gradient."""
@@ -129,33 +149,81 @@ class Team:
                 raise self.lost(error, "to add up a statistic") from error
         return values
 
-    def lost(self, error: BaseException, purpose: str) -> RuntimeError:
+    def lost(self, error: BaseException, purpose: str) -> RankLost:
         """The error for a rank that waited in vain; names the ranks that did not even notice, where it can."""
-        absent = self._absentees()
-        who = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}" if absent else "another rank"
-        return RuntimeError(
-            f"rank {self.rank} of {self.size} waited in vain for {who} {purpose}: it died, stalled, or did not call "
-            f"the loss (or its backward), which every rank of the group must. Look for that rank's own error, or pass "
-            f"group=None for a loss over one rank's own pairs. ({type(error).__name__}: {str(error).splitlines()[0]})"
+        return RankLost(
+            f"rank {self.rank} of {self.size} waited in vain for {self._absentees()} {purpose}: it died, stalled, or "
+            f"did not call the loss (or its backward), which every rank of the group must. Look for that rank's own "
+            f"error, or pass group=None for a loss over one rank's own pairs. "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no text'})"
         )
 
-    def _absentees(self) -> list[int]:
+    def _absentees(self) -> str:
         """Ranks that do not report the failure as well: each rank that does leaves a note in the store."""
         assert self.group is not None
-        try:
-            store = _store(self.group)
-            store.set(f"contratile/lost/{self.rank}", "1")
-            deadline = time.monotonic() + 2
-            absent = list(range(self.size))
+        store, me, size = _store(self.group), self.rank, self.size
+
+        def look() -> list[int]:
+            store.set(f"contratile/lost/{me}", "1")
+            deadline = time.monotonic() + _LOOK
+            absent = list(range(size))
             while absent and time.monotonic() < deadline:
                 absent = [rank for rank in absent if not store.check([f"contratile/lost/{rank}"])]
                 time.sleep(0.05)
             return absent
+
+        try:
+            absent = bounded(look, 2 * _LOOK)
+        except NoAnswer:  # the store lives in a process that stalls: in that of rank 0, unless torchrun holds it
+            return "another rank, probably rank 0 (the group's store does not answer)"
         except RuntimeError:
-            return []  # the rank that held the store is gone
+            return "another rank"  # the one that held the store is gone
+        return f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}" if absent else "another rank"
 
 
 ALONE = Team(None, 0, 1)
+
+
+def bounded(work: Callable[[], T], seconds: float) -> T:
+    """The result of a call that knows no limit, such as a question to a store whose process may stall.
+
+    Raises:
+        NoAnswer: It took longer; its thread is left behind, and ends with the process.
+    """
+    answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answer.put((work(), None))
+        except BaseException as error:  # whatever it is, it belongs to the one who waits
+            answer.put((None, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        found, error = answer.get(timeout=seconds)
+    except queue.Empty:
+        raise NoAnswer(f"no answer within {seconds:g} seconds") from None
+    if error is not None:
+        raise error
+    return cast(T, found)
+
+
+@contextmanager
+def watched(purpose: str) -> Iterator[None]:
+    """Other packages' collectives that fail because a rank is lost raise a `RankLost` that says so, too."""
+    try:
+        yield
+    except RankLost:
+        raise
+    except RuntimeError as error:
+        team = Team.of("auto")
+        if team.size == 1 or not (isinstance(error, dist.DistError) or _CONNECTION.search(str(error))):
+            raise
+        raise team.lost(error, purpose) from error
+
+
+_CONNECTION = re.compile(r"gloo|connection (closed|reset)|timed out waiting|store\b.*timeout", re.IGNORECASE)
+"""How backends speak of ranks that are gone; gloo raises plain RuntimeErrors."""
 
 
 def _compare(facts: list[Facts]) -> None:

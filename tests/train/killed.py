@@ -24,7 +24,8 @@ def write(run: Path, step: int, text: str = "") -> None:
     """A checkpoint whose every part tells its step and text."""
     value = torch.full((400,), float(step))
     state = {"model": {"w": value}, "optimizer": {"state": {0: {"avg": value + 1}}, "lr": step / 7}}
-    checkpoint.save(run / "checkpoints" / checkpoint.step_name(step), state, {"step": step, "text": text})
+    facts = {"step": step, "best_step": step, "text": text}
+    checkpoint.save(run / "checkpoints" / checkpoint.step_name(step), state, facts)
 
 
 def read(run: Path) -> tuple[int, str] | None:
@@ -64,7 +65,7 @@ def moments(folder: Path) -> None:
     works: dict[str, Callable[[Path], None]] = {
         "new": lambda run: write(run, 3, "new"),
         "again": lambda run: write(run, 2, "again"),
-        "keep": lambda run: checkpoint.keep(run, last=1, best=run / "checkpoints" / checkpoint.step_name(2)),
+        "keep": lambda run: checkpoint.keep(run, last=1),
     }
     # What may be found after a kill; before the work it is (2, "old").
     allowed = {"new": {(2, "old"), (3, "new")}, "again": {(2, "old"), (2, "again")}, "keep": {(2, "old")}}

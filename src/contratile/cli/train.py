@@ -23,12 +23,25 @@ def train(argv: Sequence[str]) -> int:
     quiet_progress()
     import torch
 
+    from contratile.data.workers import DIED, is_death
+    from contratile.team import RankLost, watched
+
     config = parse(argv)
     try:
-        return _train(config)
+        with watched("to go on"):
+            return _train(config)
     except torch.OutOfMemoryError as error:
         remedy = f"Lower --chunk (now {config.run.chunk}), or pass --checkpointing; the batch may stay as it is."
         print(f"contratile train: {error}\n{remedy}", file=sys.stderr)
+        return 1
+    except RankLost as error:
+        remedy = "The same command goes on from the last checkpoint. Waiting for others is limited by --timeout."
+        print(f"contratile train: {error}\n{remedy}", file=sys.stderr)
+        return 1
+    except RuntimeError as error:
+        if not is_death(error):
+            raise
+        print(f"contratile train: {DIED}", file=sys.stderr)
         return 1
 
 
@@ -115,7 +128,7 @@ def _train(config: "TrainConfig") -> int:
         again = "the same command" + ("" if config.run.resume == "auto" else " with --resume auto")
         print(f"stopped at step {outcome.step}; {again} continues from there ({run})", file=sys.stderr)
         return 0
-    if outcome.encoded is None:  # it had been finished before
+    if outcome.encoded is None:  # it had been finished before, and everything is there
         hint = f"see {run / 'report.html'}, or start anew with another --out"
         print(f"nothing left to do: {run} has all {outcome.step} steps; {hint}", file=sys.stderr)
         return 0

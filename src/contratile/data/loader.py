@@ -18,7 +18,8 @@ Workers decode and prepare; the order is made before them and restored behind th
 import queue
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import count, islice
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -28,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from contratile.data.images import fitted, fitting
 from contratile.data.sample import Broken, Cursor, Indexed, Sample, Stream, generator, left_name
+from contratile.data.workers import DIED, follow, is_death, shielded
 from contratile.errors import bad_value, check_count
 
 Prepare: TypeAlias = Callable[[list[Any]], Any]
@@ -252,7 +254,7 @@ class Loader:
 
     # --- reading --------------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Generator[Batch, None, None]:
         made = self._made(self._tasks())
         for task, chunk in made:
             chunks = self._chunks(task, chunk, made)
@@ -292,8 +294,10 @@ class Loader:
             num_workers=self.workers,
             multiprocessing_context="spawn" if self.workers else None,
             generator=torch.Generator(),  # else it would draw from the run's own random numbers
+            worker_init_fn=follow,
         )
-        made = iter(loader)
+        with shielded() if self.workers else nullcontext():
+            made = iter(loader)
         try:
             for chunk, broken, seen in made:
                 self._count(broken, seen)
@@ -303,6 +307,10 @@ class Loader:
             abandoned = True
             for _ in made:
                 pass
+            raise
+        except RuntimeError as error:
+            if is_death(error):
+                raise ChildProcessError(DIED) from error
             raise
 
     def _count(self, broken: list[Broken], seen: int) -> None:

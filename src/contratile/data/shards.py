@@ -36,6 +36,7 @@ from contratile.data.sample import (
     usable_text,
 )
 from contratile.data.tars import grouped
+from contratile.data.workers import shielded
 from contratile.errors import bad_value
 
 WINDOW = 1024
@@ -106,7 +107,9 @@ class Shards:
             if not scheme(url) and Path(url).exists() and not Path(url).is_file():
                 yield Broken(label, "not a file but a folder, a pipe or a device")
                 return
-            with _opened(url) as stream:
+            with shielded():  # a pipe's command must not die of a Ctrl-C before the checkpoint is written
+                opened = _opened(url)
+            with opened as stream:
                 for name, files in grouped(stream, self._limits):
                     if in_split(name, self._split, self._share):
                         key = f"{label}/{name}"

@@ -1,15 +1,18 @@
 """Checkpoints that are whole or absent: safetensors and JSON, nothing pickled.
 
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": random_state()}
-    save(run / "checkpoints" / step_name(100), state, {"step": 100})
-    keep(run, last=2, best=run / "checkpoints" / step_name(100))
-    folder = latest(run)
+    save(run / "checkpoints" / step_name(100), state, {"step": 100, "best_step": 100})
+    keep(run, last=2)
+    folder = latest(run)                             # and best(run), which the newest checkpoint names
     state, facts = load(folder)
     load_optimizer(optimizer, state["optimizer"])
 
 A checkpoint is written under a temporary name, pushed to the disk and renamed: a process killed at any moment leaves
 the one before. `manifest.json` holds size and checksum of every file, and `load` believes nothing else. One process
 writes to a run; any number may read it meanwhile.
+
+Which checkpoint is the best is a fact of the newest one (`best_step`), so both appear with the same rename. The link
+`run/best` is made from it afterwards, for people and other programs.
 """
 
 from __future__ import annotations
@@ -35,11 +38,31 @@ FORMAT = "contratile checkpoint 1"
 _STEP = re.compile(r"step-(\d{8,})")
 # Drafts and what is being removed; and an older checkpoint that gives its name to a newer one just now.
 _DRAFT, _OLD = ".tmp-", ".old-"  # and the writer's number
+_ASIDE = "damaged-"
+"""Before the name of a checkpoint that cannot be used: nobody looks for it there."""
+
+
+class Damaged(ValueError):
+    """A checkpoint is not what `save` wrote; `fault` says where."""
+
+    def __init__(self, fault: str) -> None:
+        remedy = "It is damaged or incomplete: remove the folder to continue from the checkpoint before it."
+        super().__init__(f"{fault}. {remedy}")
+        self.fault = fault
+
+    def __reduce__(self) -> tuple[type[Damaged], tuple[str]]:
+        return Damaged, (self.fault,)  # other ranks hear of it too
 
 
 def step_name(step: int) -> str:
     """The name of a step's folder."""
     return f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step in the name of a folder, None if it has another name."""
+    match = _STEP.fullmatch(_named(folder).name)
+    return int(match[1]) if match else None
 
 
 def save(folder: Path, tensors: dict[str, Any], facts: dict[str, Any]) -> None:
@@ -70,15 +93,7 @@ def load(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    place = _place(folder)
-    if place is None:
-        bad_value(f"checkpoint {folder}", expected="a folder", got="nothing there", remedy="Check the path.")
-    sizes, checksums = _manifest(place)
-    for name in sizes:
-        _check_size(place / name, sizes[name])
-        found = _checksum(place / name)
-        if found != checksums[name]:
-            _refuse(place, f"{name} with checksum {checksums[name]}", f"{found}")
+    place = verify(folder)
     try:
         written = json.loads((place / "facts.json").read_text(encoding="utf-8"))
         state = {}
@@ -92,9 +107,28 @@ def load(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         _refuse(place, "what `save` writes", repr(error), error)
 
 
+def verify(folder: Path) -> Path:
+    """Read all files of a checkpoint and compare their checksums; gives the place where it is.
+
+    Raises:
+        Damaged: A file is missing or not as it was written.
+        ValueError: There is no such checkpoint, or another version of contratile wrote it.
+    """
+    place = _place(folder)
+    if place is None:
+        bad_value(f"checkpoint {folder}", expected="a folder", got="nothing there", remedy="Check the path.")
+    sizes, checksums = _manifest(place)
+    for name in sizes:
+        _check_size(place / name, sizes[name])
+        found = _checksum(place / name)
+        if found != checksums[name]:
+            _refuse(place, f"{name} with checksum {checksums[name]}", f"{found}")
+    return place
+
+
 def latest(run: Path) -> Path | None:
     """The newest complete checkpoint of a run, or None. Changes nothing, so a run under way may be asked."""
-    for folder in reversed(_steps(run)):
+    for folder in reversed(steps(run)):
         fault = _fault(folder)
         if fault is None:
             return folder
@@ -102,27 +136,70 @@ def latest(run: Path) -> Path | None:
     return None
 
 
-def keep(run: Path, last: int = 2, best: Path | None = None) -> None:
+def best(run: Path) -> Path | None:
+    """The checkpoint that the newest complete one names as the best, or None. Changes nothing.
+
+    Where it names none, as those of earlier versions did, or one that is not there, `run/best` counts.
+    """
+    complete = [folder for folder in steps(run) if _fault(folder) is None]
+    named = _best_step(complete[-1]) if complete else None
+    for folder in complete:
+        if step_of(folder) == named:
+            return folder
+    link = run / "best"
+    return link.resolve() if link.exists() else None
+
+
+def keep(run: Path, last: int = 2) -> None:
     """Remove all checkpoints of a run but the `last` newest and the best; damaged ones do not count and are left.
 
-    `best`, if given, becomes the best: `run/best` is a link to it, replaced in one move.
+    The link `run/best` is made to point at the best, in one move. Leftovers of killed writers are removed.
     """
     if last < 1:
         bad_value("last", expected="at least 1", got=last, remedy="A run without a checkpoint cannot be resumed.")
-    link = run / "best"
-    if best is not None:
-        draft = run / f"best{_DRAFT}{os.getpid()}"
-        draft.unlink(missing_ok=True)
-        draft.symlink_to(os.path.relpath(best, run), target_is_directory=True)
-        draft.replace(link)
-        _sync(run)
-    complete = [folder for folder in _steps(run) if folder.is_dir() and _fault(folder) is None]
+    _clean(run / "checkpoints" / step_name(0))
+    kept = link_best(run)
+    complete = [folder for folder in steps(run) if folder.is_dir() and _fault(folder) is None]
     for folder in complete[:-last]:
-        if not (link.exists() and link.samefile(folder)):
+        if kept is None or not kept.samefile(folder):
             # Renamed first: a checkpoint that is half removed has no name under which anyone looks for it.
             gone = folder.with_name(f"{folder.name}{_DRAFT}{os.getpid()}")
             folder.rename(gone)
             shutil.rmtree(gone)
+
+
+def link_best(run: Path) -> Path | None:
+    """Make `run/best` a link to the best checkpoint, if there is one; gives it."""
+    found, link = best(run), run / "best"
+    place = None if found is None else _place(found)
+    if place is None:
+        if link.is_symlink() and not link.exists():
+            link.unlink()  # what it pointed at is gone
+        return None
+    if not (link.exists() and link.samefile(place)):
+        for draft in run.glob(f"best{_DRAFT}*"):  # of writers that were killed
+            draft.unlink()
+        draft = run / f"best{_DRAFT}{os.getpid()}"
+        draft.symlink_to(os.path.relpath(place, run), target_is_directory=True)
+        if link.is_dir() and not link.is_symlink():
+            shutil.rmtree(link)  # a copy of the run may have a folder for the link
+        draft.replace(link)
+        _sync(run)
+    return place
+
+
+def set_aside(folder: Path) -> Path:
+    """Take a damaged checkpoint out of the way, under a name where nobody looks for one; gives it.
+
+    One that was set aside under that name before makes room.
+    """
+    place = _place(folder) or folder
+    aside = folder.with_name(f"{_ASIDE}{folder.name}")
+    if aside.exists():
+        shutil.rmtree(aside)
+    place.rename(aside)
+    _sync(folder.parent)
+    return aside
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -203,7 +280,7 @@ def _put(draft: Path, folder: Path) -> None:
 def _clean(folder: Path) -> None:
     """Remove what killed writers left; a checkpoint that had stepped aside for one that never came is put back."""
     ours = re.compile(rf"(step-\d{{8,}}|{re.escape(folder.name)})({_DRAFT}|{_OLD})\d+")
-    for path in sorted(folder.parent.iterdir()):
+    for path in sorted(folder.parent.iterdir()) if folder.parent.is_dir() else ():
         if ours.fullmatch(path.name):
             if _OLD in path.name and not _named(path).exists():
                 path.rename(_named(path))
@@ -239,16 +316,26 @@ def _place(folder: Path) -> Path | None:
     return next(folder.parent.glob(f"{folder.name}{_OLD}*"), None)
 
 
-def _steps(run: Path) -> list[Path]:
-    """The checkpoints of a run by their names, oldest first."""
+def steps(run: Path) -> list[Path]:
+    """The checkpoints of a run by their names, oldest first, damaged ones too."""
 
     def found() -> Iterator[tuple[int, Path]]:
         for path in (run / "checkpoints").glob("step-*"):
-            match = _STEP.fullmatch(_named(path).name)
-            if match:
-                yield int(match[1]), _named(path)
+            step = step_of(path)
+            if step is not None:
+                yield step, _named(path)
 
     return [folder for _, folder in sorted(set(found()))]
+
+
+def _best_step(folder: Path) -> int | None:
+    """The step that a checkpoint names as the best so far."""
+    place = _place(folder)
+    try:
+        facts = json.loads(((place or folder) / "facts.json").read_text(encoding="utf-8"))["facts"]
+        return int(facts["best_step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _manifest(folder: Path) -> tuple[dict[str, int], dict[str, str]]:
@@ -305,8 +392,4 @@ def _check_name(name: str) -> None:
 
 
 def _refuse(folder: Path, expected: str, got: str, error: Exception | None = None) -> NoReturn:
-    remedy = "It is damaged or incomplete: remove the folder to continue from the checkpoint before it."
-    try:
-        bad_value(f"checkpoint {folder}", expected=expected, got=got, remedy=remedy)
-    except ValueError as refusal:
-        raise refusal from error
+    raise Damaged(f"checkpoint {folder}: expected {expected}, got {got}") from error

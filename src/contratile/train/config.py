@@ -105,6 +105,9 @@ class RunConfig:
     cpu: bool = False
     """Use the CPU even if there is an accelerator."""
 
+    timeout: float = 1800.0
+    """Seconds that processes wait for each other; then a dead or stalled one ends the run."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -136,6 +139,8 @@ class TrainConfig:
             bad_value("max_scale", expected="at least 1", got=loss.max_scale, remedy="CLIP has 100.")
         if run.steps == 0 and not run.epochs > 0:
             bad_value("epochs", expected="a positive number", got=run.epochs, remedy="Or pass --steps.")
+        if not 0 < run.timeout < 1e9:
+            bad_value("timeout", expected="a positive number of seconds", got=run.timeout, remedy="Drop it for 1800.")
         if loss.loss not in ("clip", "infonce"):
             for name in ("margin", "label_smoothing"):
                 if getattr(loss, name):

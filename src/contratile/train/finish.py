@@ -1,11 +1,13 @@
 """The end of a run: its gallery, a contact sheet, the report; and what a finished run can be asked.
 
-finish(config, source, outcome)                     # writes gallery, contact_sheet.png, report.html
+finish(config, source, outcome)                     # writes gallery, contact_sheet.png, report.html, finished.json
+is_finished(run, step)                              # whether all of it is there
 towers, config, step = load_run(run)                # the best checkpoint's weights
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,7 +17,7 @@ from contratile.tiles import plan_tiles
 from contratile.train import checkpoint
 from contratile.train.config import CONFIG, TrainConfig, load_config, to_dict
 from contratile.train.evaluate import Encoded, chance
-from contratile.train.gallery import Gallery, Side, found_rows, make_gallery, save_gallery
+from contratile.train.gallery import GALLERY, Gallery, Side, found_rows, make_gallery, save_gallery
 from contratile.train.places import absent_towers
 from contratile.train.report import SheetRow, contact_sheet, png, write_report
 from contratile.train.towers import Towers, build_towers, check_recipe, load_weights
@@ -23,6 +25,9 @@ from contratile.train.track import DENSE_MATRICES, history, size
 
 if TYPE_CHECKING:
     from contratile.train.loop import Outcome
+
+FINISHED = "finished.json"
+"""Written last: the step, and the files that were written for it."""
 
 ROWS, COLUMNS = 8, 8
 """Of the contact sheet."""
@@ -43,6 +48,7 @@ def finish(config: TrainConfig, source: Source, outcome: Outcome) -> Written:
     """Write what is looked at after a run. `source` is the held-out data."""
     run, encoded = config.run.out, outcome.encoded
     assert encoded is not None, "only the main process of a run that was finished has something to write"
+    (run / FINISHED).unlink(missing_ok=True)
     gallery = make_gallery(encoded, source, outcome.step)
     save_gallery(gallery, run)
     pictures = gallery.kinds[0] == "image"
@@ -83,12 +89,25 @@ def finish(config: TrainConfig, source: Source, outcome: Outcome) -> Written:
         notes=notes,
         sides=gallery.sides,
     )
+    files = [f"{GALLERY}.safetensors", f"{GALLERY}.json", report.name, *([path.name] if path else [])]
+    partial = run / f"{FINISHED}.partial"
+    partial.write_text(json.dumps({"step": outcome.step, "files": files}) + "\n", encoding="utf-8")
+    partial.replace(run / FINISHED)
     return Written(report, path, notes)
 
 
 def left_out(encoded: Encoded) -> str:
     """How many pairs are missing because they are broken."""
     return f" ({encoded.broken:,} broken ones are left out)" if encoded.broken else ""
+
+
+def is_finished(run: Path, step: int) -> bool:
+    """Whether `finish` has written everything about a run that ended with this step, and it is still there."""
+    try:
+        told = json.loads((run / FINISHED).read_text(encoding="utf-8"))
+        return bool(told["step"] == step and all((run / name).is_file() for name in told["files"]))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
 
 
 def held_out_rows(gallery: Gallery, k: int) -> list[SheetRow]:
@@ -119,19 +138,20 @@ def load_run(run: Path, weights: str = "best", *, allow_pipe: bool = False) -> R
         remedy = "Give the folder that `contratile train --out` wrote."
         bad_value("run", expected=f"a folder with {CONFIG}", got=run, remedy=remedy)
     config = load_config(run / CONFIG, allow_pipe=allow_pipe)
-    best = run / "best"
     folder: Path | None = run / "checkpoints" / weights
-    if weights == "last" or (weights == "best" and not best.exists()):
-        folder = checkpoint.latest(run)
-    elif weights == "best":
-        folder = best
+    if weights in ("best", "last"):
+        folder = (checkpoint.best(run) if weights == "best" else None) or checkpoint.latest(run)
     if folder is None:
         bad_value("run", expected="a checkpoint", got=run, remedy="The run was stopped before its first one.")
+    if weights not in ("best", "last") and not folder.exists():
+        there = ", ".join(step.name for step in checkpoint.steps(run)) or "none"
+        remedy = f"The run has {there}. One that goes on removes older ones; its gallery is made anew at its end."
+        bad_value(f"checkpoint {folder}", expected="a folder", got="nothing there", remedy=remedy)
     gone = absent_towers(config.towers.towers)
     if gone:
         remedy = f"Put it back, or write its new place into {run / CONFIG}: towers = ..."
         bad_value("towers of the run", expected=f"a model at {gone}", got="nothing", remedy=remedy)
-    state, facts = checkpoint.load(folder.resolve())
+    state, facts = checkpoint.load(folder)
     check_recipe(facts, run)
     towers = build_towers(config.towers, folder=run, bias=config.loss.loss == "siglip")
     load_weights(towers, state, folder)

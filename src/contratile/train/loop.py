@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import math
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -30,15 +29,17 @@ from contratile.errors import bad_value
 from contratile.grad_cache import GradCache
 from contratile.normalized import warn_not_normalized
 from contratile.train import checkpoint
+from contratile.train.claim import claim
 from contratile.train.config import CONFIG, TrainConfig, load_config, save_config, to_dict
 from contratile.train.evaluate import Encoded, encode, not_finite, retrieval, to_device
+from contratile.train.finish import is_finished
+from contratile.train.launch import join
 from contratile.train.locked import kept_outputs, rows_of
 from contratile.train.objective import Objective
 from contratile.train.optim import clamp_scale, learning_rate, make_optimizer, resolved
 from contratile.train.places import located
 from contratile.train.resume import check_options, find_checkpoint, run_of
 from contratile.train.sharding import (
-    FROM_ACCELERATE,
     asked_of_accelerate,
     is_shard,
     load_model,
@@ -47,6 +48,7 @@ from contratile.train.sharding import (
     whole,
     without_foreach,
 )
+from contratile.train.stopping import signals
 from contratile.train.towers import (
     Finish,
     Tower,
@@ -86,23 +88,15 @@ class Trainer:
         say: Callable[[str], object] = lambda text: None,
     ) -> None:
         """`notify` is told what goes on before the first step, `say` what is to be read afterwards too."""
-        from accelerate import Accelerator
-        from accelerate.state import AcceleratorState
-        from accelerate.utils import patch_environment, set_seed
+        from accelerate.utils import set_seed
 
         self.config = config = located(config)
         run = config.run
         self.notices: list[str] = []
         """What the user should know before the first step."""
 
-        if run.precision == "fp16" and (run.cpu or not torch.accelerator.is_available()):
-            remedy = "fp16 needs an accelerator; bf16 has the range of fp32."
-            bad_value("precision", expected="fp32 or bf16 on a CPU", got="fp16", remedy=remedy)
         asked = run.fsdp or asked_of_accelerate()
-        with patch_environment(**{FROM_ACCELERATE: "false"}):  # FSDP is ours: see sharding.py
-            AcceleratorState._reset_state()  # an earlier run of this process may have had another precision
-            precision = "no" if run.precision == "fp32" else run.precision
-            self.accelerator = Accelerator(mixed_precision=precision, cpu=run.cpu)
+        self.accelerator = join(run)
         self.sharded = asked and self.accelerator.num_processes > 1
         if self.sharded:
             check_sharding(config, self.accelerator.num_processes)
@@ -114,10 +108,7 @@ class Trainer:
             told = f"batch {run.batch:,} is larger than the data: {config.run.batch:,}, of {len(self.source):,} pairs"  # type: ignore[arg-type]
             self.notices.append(f"{told} to train on, in every step")
         run = config.run
-        if self.main:
-            run.out.mkdir(parents=True, exist_ok=True)
-        self.accelerator.wait_for_everyone()
-        self.resumed = find_checkpoint(run.resume, run.out)
+        self.resumed = self._take_up()
 
         # A tokenizer is trained once, by one process, and read by the others.
         for main_first in (True, False):
@@ -164,24 +155,31 @@ class Trainer:
         optimizer = make_optimizer(self.towers, config.optim)
         self.rates = [group.get("lr_scale", 1.0) for group in optimizer.param_groups]
         self.optimizer = self.accelerator.prepare_optimizer(without_foreach(optimizer) if self.sharded else optimizer)
-        self.step, self.best, self.evaluated = 0, -math.inf, -1
+        self.step, self.best, self.best_step, self.evaluated = 0, -math.inf, 0, -1
         if self.resumed is not None:
             self._restore(self.resumed)
         if self.main:
             save_config(config, run.out)
 
     def run(self) -> Outcome:
-        """Train to the end, or to a signal."""
-        run = self.config.run
+        """Train to the end, or to a signal. A run that has all its steps is evaluated, unless it has been finished."""
+        if self.step >= self.steps:
+            done = self._agree(self.main and is_finished(self.config.run.out, self.step))
+            return Outcome(self.step, True, *({}, None) if done else self.evaluate())
+        run, saved = self.config.run, self.step
         evaluate_at, save_at = (every or max(1, self.steps // 10) for every in (run.eval_every, run.save_every))
         metrics: dict[str, float] = {}
         encoded: Encoded | None = None
-        with Tracker(self.config, steps=self.steps, step=self.step, main=self.main) as tracker, signals() as received:
+        # The loader's workers end after the last checkpoint: one that is stuck must not keep it from being written.
+        with (
+            signals() as received,
+            closing(iter(self.loader)) as batches,
+            Tracker(self.config, steps=self.steps, step=self.step, main=self.main) as tracker,
+        ):
             if self.step == 0:
                 tracker.evaluation(0, self.evaluate()[0], self.sides)  # what training starts from
-            for batch in self.loader:
-                if self.step >= self.steps or self._agree(bool(received)):
-                    break
+            while self.step < self.steps and not self._agree(bool(received)):
+                batch = next(batches)
                 began = time.perf_counter()
                 facts = self.train_step(batch)
                 self.step += 1
@@ -192,10 +190,14 @@ class Trainer:
                     metrics, encoded = self.evaluate()
                     tracker.evaluation(self.step, metrics, self.sides)
                     better = metrics[BEST] > self.best
-                    self.best = metrics[BEST] if better else self.best
+                    if better:
+                        self.best, self.best_step = metrics[BEST], self.step
                 if self.step % save_at == 0 or last or better:
-                    self.save(best=better)
-            if self.step < self.steps:
+                    tracker.flush()
+                    self.save()
+                    saved = self.step
+            if saved < self.step:
+                tracker.flush()
                 self.save()
         return Outcome(self.step, self.step >= self.steps, metrics, encoded)
 
@@ -265,25 +267,48 @@ class Trainer:
         self.evaluated = self.step
         return metrics, found if self.main else None
 
-    def save(self, *, best: bool = False) -> None:
+    def save(self) -> None:
         """Everything that decides the next step, by the main process. Weights that are not finite are not saved."""
         if not all(finite(p) for p in self.towers.parameters()):
             self._diagnose(f"step {self.step} has left weights that are not finite")
         random, positions = (gather_objects(x) for x in (checkpoint.random_state(), self.loader.state_dict()))
         state = {"model": whole(self.towers.state_dict()), "optimizer": whole(self.optimizer.state_dict())}
         if self.main:
-            run = self.config.run
+            run, known = self.config.run, not math.isinf(self.best)
             facts = {
                 "step": self.step,
-                "best": None if math.isinf(self.best) else self.best,
+                "best": self.best if known else None,
+                "best_step": self.best_step if known else None,
                 "loader": positions,
                 "config": to_dict(self.config),
                 "recipe": recipe_checksums(run.out),
             }
-            folder = run.out / "checkpoints" / checkpoint.step_name(self.step)
-            checkpoint.save(folder, {**state, "random": random}, facts)
-            checkpoint.keep(run.out, last=run.keep, best=folder if best else None)
+            checkpoint.save(
+                run.out / "checkpoints" / checkpoint.step_name(self.step), {**state, "random": random}, facts
+            )
+            checkpoint.keep(run.out, last=run.keep)
         self.accelerator.wait_for_everyone()
+
+    def _take_up(self) -> Path | None:
+        """The checkpoint to go on from, found by the main process when it has the folder to itself.
+
+        What it refuses is refused by all: nobody waits for it.
+        """
+        from accelerate.utils import broadcast_object_list
+
+        told: list[Any] = [None, None]
+        if self.main:
+            run = self.config.run
+            try:
+                run.out.mkdir(parents=True, exist_ok=True)
+                self.claim = claim(run.out)
+                told[0] = find_checkpoint(run.resume, run.out)
+            except (ValueError, OSError) as error:
+                told[1] = error
+        found, refusal = broadcast_object_list(told)
+        if refusal is not None:
+            raise refusal
+        return found  # type: ignore[no-any-return]  # what was told
 
     def _restore(self, folder: Path) -> None:
         state, facts = checkpoint.load(folder)
@@ -292,7 +317,14 @@ class Trainer:
         load_model(self.towers, state["model"])
         checkpoint.load_optimizer(self.optimizer, shared_out(state["optimizer"], self.optimizer))
         self.loader.load_state_dict(facts["loader"])
-        self.step, self.best = facts["step"], -math.inf if facts["best"] is None else facts["best"]
+        self.step = facts["step"]
+        out = self.config.run.out
+        # The best of another run is not in this one: a branch looks for its own.
+        best = checkpoint.best(out) if run_of(folder).resolve() == out.resolve() else None
+        if best is not None and facts["best"] is not None and math.isfinite(facts["best"]):
+            self.best, self.best_step = facts["best"], checkpoint.step_of(best) or 0
+        if self.main:
+            checkpoint.keep(out, last=self.config.run.keep)  # a kill may have come before
         rank = self.accelerator.process_index
         if rank < len(state["random"]):
             checkpoint.set_random_state(state["random"][rank])
@@ -419,21 +451,3 @@ def gather_objects(mine: Any) -> list[Any]:
     from accelerate.utils import gather_object
 
     return list(gather_object([mine]))
-
-
-@contextmanager
-def signals() -> Iterator[list[int]]:
-    """SIGTERM and Ctrl-C become entries of a list: the step under way is finished. A second Ctrl-C interrupts."""
-    received: list[int] = []
-
-    def note(number: int, frame: object) -> None:
-        if received and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        received.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -7,6 +7,7 @@ check_options(facts["config"], config)
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,23 +22,52 @@ _FREE = ("checkpointing", "compile", "init_scale", "init_bias")
 
 
 def find_checkpoint(resume: str, run: Path) -> Path | None:
-    """The checkpoint to go on from. One that is named is the newest of `run`, or begins a new run there."""
-    newest = checkpoint.latest(run)
-    if resume == "auto" or (resume == "never" and newest is None):
-        return newest
+    """The checkpoint to go on from, every byte of which has been checked. One process of a run may call it.
+
+    auto: the newest that is sound; newer ones that are damaged are set aside, with a warning. A checkpoint that is
+    named is the newest of `run`, or begins a new run there.
+
+    Raises:
+        ValueError: There is no such checkpoint, it is damaged, or it must not be used in `run`.
+    """
+    found = checkpoint.steps(run)
+    if resume == "auto":
+        return _newest_sound(found)
     if resume == "never":
-        remedy = "Pass --resume auto to continue it, or another --out."
-        bad_value("out", expected="a folder without a run", got=run, remedy=remedy)
+        if found:
+            remedy = "Pass --resume auto to continue it, or another --out."
+            bad_value("out", expected="a folder without a run", got=run, remedy=remedy)
+        return None
     folder = Path(resume).resolve()
     if not folder.is_dir():
         expected = "auto, never or the folder of a checkpoint"
         remedy = "They are RUN/checkpoints/step-... and RUN/best."
         bad_value("resume", expected=expected, got=resume, remedy=remedy)
-    if newest is not None and newest.resolve() != folder:
+    if found and found[-1].resolve() != folder:
         # Its newer checkpoints would be found again by the next `auto`, and mixed with those of this run.
         remedy = "Pass --resume auto to continue from there, or another --out to start a new run from your checkpoint."
-        bad_value("resume", expected=f"{newest}, the newest in --out", got=folder, remedy=remedy)
+        bad_value("resume", expected=f"{found[-1]}, the newest in --out", got=folder, remedy=remedy)
+    checkpoint.verify(folder)
     return folder
+
+
+def _newest_sound(found: list[Path]) -> Path | None:
+    damaged: list[tuple[Path, str]] = []
+    for folder in reversed(found):
+        try:
+            checkpoint.verify(folder)
+        except checkpoint.Damaged as damage:
+            damaged.append((folder, damage.fault))
+            continue
+        for bad, fault in damaged:
+            aside = checkpoint.set_aside(bad)
+            told = f"It is damaged: it was set aside as {aside.name}, and the run goes on from {folder.name}."
+            warnings.warn(f"{fault}. {told}", stacklevel=3)
+        return folder
+    if damaged:
+        remedy = f"Restore one of them from a copy, or remove {found[0].parent} to start anew."
+        bad_value("resume", expected="a checkpoint that is not damaged", got=damaged[0][1], remedy=remedy)
+    return None
 
 
 def run_of(folder: Path) -> Path:

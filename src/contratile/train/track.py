@@ -5,8 +5,8 @@
         tracker.evaluation(1, {"text_to_image_R@10": 0.02})
     history(run)                       # the lines of metrics.jsonl
 
-A run that goes on from step 100 forgets what it had said about later steps. Other trackers (those of accelerate, say)
-join in through `others`: anything with `log(values, step=...)`.
+A run that goes on from step 100 forgets what it had said about later steps, one that begins everything. Other trackers
+(those of accelerate, say) join in through `others`: anything with `log(values, step=...)`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Tracker:
         if self._main:
             folder = self._config.run.out
             folder.mkdir(parents=True, exist_ok=True)
-            rewind(folder / METRICS, self._first)
+            rewind(folder / METRICS, self._first if self._first else -1)  # a run that begins says all of it again
             self._file: BinaryIO = (folder / METRICS).open("ab", buffering=0)
             self._board = _board(folder, self._first) if self._config.run.tensorboard else None
             self._screen = _Screen(self._steps, self._first, self._given_console)
@@ -79,6 +79,13 @@ class Tracker:
             self._file.close()
             if self._board is not None:
                 self._board.close()
+
+    def flush(self) -> None:
+        """Push what was said to the disk: what a checkpoint follows from is there before it."""
+        if self._main:
+            os.fsync(self._file.fileno())
+            if self._board is not None:
+                self._board.flush()
 
     def step(self, step: int, facts: Mapping[str, float], *, broken: Counter[str] | None = None) -> None:
         """A step is done. `pairs` and `seconds` among the facts become samples_per_second."""
@@ -219,12 +226,15 @@ class _Screen:
 
 
 def _board(folder: Path, first: int) -> Any:
-    """TensorBoard's writer, or None without the package. What an earlier run said about later steps is purged."""
+    """TensorBoard's writer, or None without the package. What was said before about later steps is forgotten."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
     make: Any = SummaryWriter  # torch does not annotate it
+    if first == 0:  # an attempt that ended before its first checkpoint
+        for path in (folder / "tensorboard").glob("events.out.tfevents.*"):
+            path.unlink()
     return make(str(folder / "tensorboard"), purge_step=first + 1 if first else None)
 
 

@@ -1,0 +1,89 @@
+"""One process writes to the folder of a run: a second one is refused, with the first one named.
+
+    held = claim(run)        # as long as `held` lives, no other process can claim the folder
+
+The claim is an advisory lock on an open file, so the system gives it up when its process ends, however that happens.
+The file stays: removing it could take it from under a process that is just opening it. Readers (`eval`, `search`) need
+no claim, and a process may claim a folder several times.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import warnings
+import weakref
+from pathlib import Path
+
+from contratile.errors import bad_value
+
+LOCK = ".lock"
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+"""What a file system answers that has no locks, such as some network ones."""
+
+
+class Claim:
+    """Held by this process until the last reference is gone."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.release = weakref.finalize(self, os.close, descriptor)
+
+
+_ours: weakref.WeakValueDictionary[Path, Claim] = weakref.WeakValueDictionary()
+
+
+def claim(run: Path) -> Claim | None:
+    """Claim the folder of a run, which must exist; None where the file system cannot lock, after a warning.
+
+    Raises:
+        ValueError: Another process has claimed it.
+    """
+    place = run.resolve()
+    held = _ours.get(place)
+    if held is not None and held.release.alive:
+        return held
+    descriptor = os.open(place / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fault = _lock(descriptor)
+        if fault is not None:
+            warnings.warn(f"{run} cannot be locked ({fault}): make sure that no other run writes to it", stacklevel=2)
+            os.close(descriptor)
+            return None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+    except BlockingIOError:
+        holder = _holder(descriptor)
+        os.close(descriptor)
+        remedy = "Wait for it or stop it, or pass another --out."
+        bad_value("out", expected="a folder that no other run writes to", got=f"{run}, used by {holder}", remedy=remedy)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    held = _ours[place] = Claim(descriptor)
+    return held
+
+
+def _lock(descriptor: int) -> str | None:
+    """Lock an open file, or tell why that is impossible here."""
+    try:
+        import fcntl
+    except ImportError:
+        return "this system has no flock"
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return os.strerror(error.errno)
+    return None
+
+
+def _holder(descriptor: int) -> str:
+    """The process that holds the lock, as it wrote itself down."""
+    try:
+        told = json.loads(os.pread(descriptor, 1000, 0))
+        return f"process {int(told['pid'])} on {str(told['host'])[:100]!r}"
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return "another process"  # which has not written yet, or something else wrote here

@@ -1,0 +1,81 @@
+"""One run at a time writes to a folder; whoever comes second hears who was first, and a kill leaves nothing behind."""
+
+import errno
+import gc
+import os
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from contratile.cli import main
+from contratile.train.claim import LOCK, claim
+from contratile.train.config import to_toml
+from tests.train.runs import shapes, small
+
+fcntl = pytest.importorskip("fcntl")
+HOLD = "import sys; from pathlib import Path; from contratile.train.claim import claim; held = claim(Path(sys.argv[1]))"
+
+
+@contextmanager
+def holder(run: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A process that has claimed a run."""
+    words = [sys.executable, "-c", f"{HOLD}; print('held', flush=True); sys.stdin.read()", str(run)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_the_second_is_refused_before_it_writes_and_a_kill_frees_the_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(to_toml(small(shapes(tmp_path / "shapes"), run, steps=1)), encoding="utf-8")
+    with holder(run) as first:
+        assert main(["train", "--config", str(recipe)]) == 2
+        told = capsys.readouterr().err
+        assert "out: expected a folder that no other run writes to" in told
+        assert f"used by process {first.pid} on '{socket.gethostname()}'. Wait for it or stop it" in told
+        assert [path.name for path in run.iterdir()] == [LOCK]
+    assert main(["train", "--config", str(recipe)]) == 0
+
+
+def test_a_process_may_claim_again_and_gives_up_with_the_last_reference(tmp_path: Path) -> None:
+    first, second = claim(tmp_path), claim(tmp_path / ".." / tmp_path.name)
+    assert first is second is not None
+    words = [sys.executable, "-c", HOLD, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and f"process {os.getpid()}" in done.stderr
+    del first, second
+    gc.collect()
+    assert subprocess.run(words, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": "x", "host": 1}', "\0" * 3000, "[" * 900])
+def test_rubbish_in_the_file(text: str, tmp_path: Path) -> None:
+    with holder(tmp_path):
+        (tmp_path / LOCK).write_text(text)
+        with pytest.raises(ValueError, match="used by another process"):
+            claim(tmp_path)
+    assert claim(tmp_path) is not None
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.warns(UserWarning, match="cannot be locked .* make sure that no other run writes to it"):
+        assert claim(tmp_path) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert claim(tmp_path) is None
