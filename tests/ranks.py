@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch._C._distributed_c10d import TCPStore
 
 
 class Outcome(NamedTuple):
@@ -63,7 +64,7 @@ def _serve(rank: int, world: int, port: int, timeout: float, pipe: Connection) -
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     # On a busy machine ranks start far apart: a short time-out begins when all are there.
     patient, limit = (datetime.timedelta(seconds=seconds) for seconds in (120, timeout))
-    store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=patient)
+    store = TCPStore("127.0.0.1", port, world, rank == 0, timeout=patient)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
     store.set_timeout(limit)
     while True:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from contratile.data.tables import Table
 from contratile.train.curves import curve, thinned, ticks
-from contratile.train.finish import picture
+from contratile.train.gallery import _thumbnails as thumbnails
 from contratile.train.preview import preview, thumbnail
 from contratile.train.report import HIT, SheetRow, contact_sheet, fitted, png, wrapped, write_report
 from contratile.train.report import _font as font
@@ -110,8 +110,10 @@ def test_pictures_of_a_sheet_are_reduced_one_by_one(tmp_path: Path) -> None:
     image(shape=(40, 30)).save(tmp_path / "small.png")
     (tmp_path / "t.csv").write_text("path,text\nlarge.png,a\nsmall.png,b\n")
     source = Table(tmp_path / "t.csv", "train", test_share=None)
-    assert picture(source, 0).size == (512, 239) and picture(source, 1).size == (40, 30)
-    assert fitted(picture(source, 0), 96).getpixel((48, 48)) == MAGENTA
+    wanted = [(source[place].key, place) for place in range(2)]
+    large, small = (Image.open(io.BytesIO(file)) for file in thumbnails(source, wanted, "image"))
+    assert large.size == (96, 45) and small.size == (40, 30)
+    assert small.getpixel((20, 15)) == MAGENTA
 
 
 def test_images_of_all_kinds_are_shown() -> None:
