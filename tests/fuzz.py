@@ -20,7 +20,7 @@ naive error     That of `contratile.reference` on the same numbers in the accumu
                 it; where it decides nothing (one key far above the others, a single pair), these runs agree and the
                 rule is as sharp as without them. `FEW` runs, and `RUNS` before anything is called broken. If all
                 rows are equal, so are their roundings: D terms of one sign are rounded by up to D/2 units alike.
-eps             what any computation in that dtype loses; the last three grow with the scores:
+eps             what any computation in that dtype loses; the last four grow with the scores:
               - `ROUNDINGS` + sqrt(terms) roundings at the largest element of the true result. Ours divides the scale by
                 ln 2, multiplies it into the queries, multiplies the result by ln 2 and by a row's share; and rounding
                 errors of a sum of many terms grow like the root of their number: N for features, N * M for numbers.
@@ -34,7 +34,10 @@ eps             what any computation in that dtype loses; the last three grow wi
               - for kinds of numbers with exact ties, one rounding of the largest score: log-sum-exps of tied scores
                 are all rounded alike, by how far log(ties) is from a whole last place, which no move draws anew.
               - for `sup_con` and smoothed targets, `ROUNDINGS` roundings of the largest score: sums over classes come
-                from the features in fp64, beside scores that are rounded; the formula rounds both alike.
+                from the features in fp64, beside scores that are rounded; the formula rounds both alike. And of their
+                gradients those of a sum of N terms, which the formula takes after positives and negatives cancel.
+              - for hard negatives, two roundings of the largest score: theirs is not made by the product that makes the
+                positive's.
               - for fp64 features, the error of the truth itself, which is in fp64 too.
 
 Margins of whole-number features sit on ties: products are exact, so is the comparison, and moved numbers are compared
@@ -108,14 +111,19 @@ def verdict(case: Case, what: str, got: Tensor, true: Tensor, naive: float, acc:
         eps += torch.finfo(got.dtype).eps / 2 * size
     summed = case.loss == "sup_con" or "label_smoothing" in case.constants
     if summed:
-        eps += ROUNDINGS * unit * case.score * case.lever(what)
+        eps += (ROUNDINGS * case.score + ROUNDINGS + case.rows**0.5) * unit * case.lever(what)
+    if "hard_negatives" in case.leaves:
+        eps += 2 * unit * case.score * case.lever(what)
     if summed or case.rows > 1 or case.loss == "pair_lse":
         eps += 4 * unit * case.lever(what)
         eps += unit * case.score * case.lever(what) if case.kind in TIED else 0
     if acc == torch.float64:
         eps += (ROUNDINGS + case.rows) * unit * case.rows * case.bound * case.lever(what)
     error = distance(got, true)
-    return Verdict(case, what, error, naive, eps, error / (FACTORS[what.split()[0]] * naive + eps))
+    allowed = (
+        FACTORS[what.split()[0]] * naive + eps
+    )  # infinite at the end of a dtype's range, where naive runs overflow
+    return Verdict(case, what, error, naive, eps, 0.0 if allowed == float("inf") else error / allowed)
 
 
 def distance(x: Tensor, true: Tensor) -> float:
