@@ -269,7 +269,7 @@ class Trainer:
 
     def save(self) -> None:
         """Everything that decides the next step, by the main process. Weights that are not finite are not saved."""
-        if not all(finite(p) for p in self.towers.parameters()):
+        if self._agree(not all(finite(p) for p in self.towers.parameters())):  # a shard may be another rank's
             self._diagnose(f"step {self.step} has left weights that are not finite")
         random, positions = (gather_objects(x) for x in (checkpoint.random_state(), self.loader.state_dict()))
         state = {"model": whole(self.towers.state_dict()), "optimizer": whole(self.optimizer.state_dict())}
@@ -358,7 +358,7 @@ class Trainer:
         return any(self.kept.get(side) is not None and getattr(self.towers, side) is tower for side in self.kept)
 
     def _agree(self, stop: bool) -> bool:
-        """Whether any process was told to stop: all must leave the loop at the same step."""
+        """Whether any process has to stop: all must leave the loop at the same step."""
         if self.accelerator.num_processes == 1:
             return stop
         flag = torch.tensor(float(stop), device=self.accelerator.device)
