@@ -9,11 +9,8 @@ from typing import Any
 
 import pytest
 
-from contratile.data import Loader
-from contratile.data.workers import DIED, SIGNALS, is_death, shielded
+from contratile.data.workers import SIGNALS, shielded
 from contratile.train.stopping import signals
-from tests.data.slow import Slow
-from tests.data.sources import PREPARE
 from tests.processes import members, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -64,15 +61,34 @@ def test_a_second_interrupt_ends_a_run_whose_workers_are_stuck(tmp_path: Path) -
     assert until(lambda: not members(process.pid)), members(process.pid)
 
 
-def test_a_worker_that_dies_is_told_in_a_line(tmp_path: Path) -> None:
-    """By the loader, unless the signal of its death comes first, to whatever the process is at."""
-    batches = iter(Loader(Slow(str(tmp_path), 0.01), PREPARE, batch=2, chunk=2, workers=2))
+DEATH = """
+import os, signal, sys
+from pathlib import Path
+from contratile.data import Loader
+from contratile.data.workers import DIED, is_death
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    batches = iter(Loader(Slow(str(folder), 0.01), PREPARE, batch=2, chunk=2, workers=2))
     list(next(batches).chunks)
-    with pytest.raises((ChildProcessError, RuntimeError)) as raised:
-        os.kill(int(next(tmp_path.iterdir()).name), signal.SIGKILL)
+    try:
+        os.kill(int(next(folder.iterdir()).name), signal.SIGKILL)
         for batch in batches:
             list(batch.chunks)
-    assert is_death(raised.value) or str(raised.value) == DIED
+    except (ChildProcessError, RuntimeError) as error:
+        os.write(1, b"told" if is_death(error) or str(error) == DIED else str(error).encode())
+    os._exit(0)
+"""
+
+
+def test_a_worker_that_dies_is_told_in_a_line(tmp_path: Path) -> None:
+    """By the loader, unless the signal of its death comes first, to whatever the process is at: to one of its own."""
+    (tmp_path / "death.py").write_text(DEATH)
+    (tmp_path / "workers").mkdir()
+    words = [sys.executable, str(tmp_path / "death.py"), str(tmp_path / "workers")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert done.stdout == "told", done.stderr
 
 
 def test_signals_are_held_back_only_meanwhile() -> None:
