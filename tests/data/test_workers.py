@@ -66,6 +66,8 @@ import os, signal, sys
 from pathlib import Path
 from contratile.data import Loader
 from contratile.data.workers import DIED, is_death
+from tests.data.slow import Slow
+from tests.data.sources import PREPARE
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
