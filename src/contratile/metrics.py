@@ -51,12 +51,13 @@ def retrieval_metrics(
         ks: the k of R@k.
         image_of_text: [T], the image that each text belongs to: several captions of an image.
         pairs: [P, 2] of (image row, text row) that belong together, where texts have several images too.
-        ties: what equal scores count, see the module.
+        ties: "first" ranks the positive before keys that score exactly the same; "mean" takes the mean of their ranks.
         backend, tile: as in the losses.
 
     Returns:
-        R@k, mean and median rank of both directions; NaN, all of them, if a feature is not finite. What belongs to
-        several is found by the best of them, and what belongs to none is only there to be confused with.
+        R@k, mean and median rank (rounded down, as open_clip does) of both directions; NaN, all of them, if a feature
+        is not finite. What belongs to several is found by the best of them; what belongs to none is only there to be
+        confused with.
     """
     check_features({"image": image, "text": text}, empty=False)
     check_choice("ties", ties, get_args(Ties))

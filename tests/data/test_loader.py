@@ -327,7 +327,7 @@ def test_errors_teach() -> None:
 def test_a_position_of_other_options_is_refused(option: str, value: Any) -> None:
     state = Loader(Numbers(9), PREPARE, batch=3, chunk=1).state_dict()
     other = Loader(Numbers(9), PREPARE, **{"batch": 3, "chunk": 1, option: value})
-    with pytest.raises(ValueError, match=rf"data position, {option}: expected .* Resume with the data and options"):
+    with pytest.raises(ValueError, match=rf"{option} of a resumed run: expected .* Resume with the data and options"):
         other.load_state_dict(state)
 
 

@@ -155,6 +155,7 @@ def test_broken_rows_of_csv(tmp_path: Path) -> None:
         ('a,fine\r\nb,"open\r\n' + "c,fine\r\n" * 50 + 'd,a screen of 24"\r\n', 3, 52),
         ('"two\nlines","open\n' + "c,fine\n" * 10, 3, 10),
         ('a,"two\nlines"\nb,"open\nc,fine\n', 4, 2),
+        ('a,fine\nb,"open\n' + "c,fine\n" * 20 + "c,with, comma\n\n" + "c,fine\n" * 20 + 'd,end"\ne,fine\n', 3, 44),
     ],
     ids=[
         "limit",
@@ -165,6 +166,7 @@ def test_broken_rows_of_csv(tmp_path: Path) -> None:
         "windows",
         "second field",
         "after text",
+        "rows that are not whole among them",
     ],
 )
 def test_an_open_quote_costs_its_own_row(tmp_path: Path, text: str, line: int, rows: int) -> None:

@@ -266,6 +266,13 @@ def test_an_image_is_looked_for_among_texts(home: Path, capsys: pytest.CaptureFi
     assert main(["search", run, str(home / "shapes" / "red-line-1.png"), "--among", "right", "--k", "2"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.endswith("among text") and len(lines) == 2
+    assert main(["search", run, str(home / "shapes" / "red-line-1.png")]) == 2
+    assert "query: expected a text, got a picture" in capsys.readouterr().err
+    assert main(["search", run, "\udcff\udcfe"]) == 0  # bytes that are not UTF-8
+    capsys.readouterr()
+    assert main(["search", run, " "]) == main(["search", run, "red line", "--out", str(home)]) == 2
+    assert main(["search", str(home / "nowhere"), "red line"]) == 2
+    assert "run: expected a folder, got nothing at" in capsys.readouterr().err
     assert main(["search", run, "red line", "--among", "right"]) == 2
     assert (
         "query: expected the path of a picture with --among right, got 'red line' (no such file)"

@@ -73,7 +73,7 @@ def test_the_newest_may_be_named(run: Path) -> None:
         ({"head": "linear"}, r"head: expected none, as in the checkpoint, got linear"),
         ({"optimizer": "sgd"}, r"optimizer: expected adamw, as in the checkpoint, got sgd"),
         ({"loss": "siglip"}, r"loss: expected clip, as in the checkpoint, got siglip"),
-        ({"batch": 16}, r"data position, batch: expected 32, got 16. Resume with the data and options"),
+        ({"batch": 16}, r"batch of a resumed run: expected 32, as in the checkpoint, got 16. Resume with the data"),
         ({"resume": "lastest"}, r"resume: expected auto, never or the folder of a checkpoint, got lastest"),
         ({"resume": "never"}, r"out: expected a folder without a run, got .* Pass --resume auto"),
     ],

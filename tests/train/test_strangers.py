@@ -286,3 +286,70 @@ def test_a_caption_cannot_act(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for shown in captured:
         assert "size" in shown or shown is captured.err
         assert "\x1b" not in shown and "\u202e" not in shown and "owned" not in shown
+
+
+# --- files that lead elsewhere ------------------------------------------------------------------------------------
+
+
+def test_nothing_is_written_through_links(run: Path, tmp_path: Path) -> None:
+    """A link in the place of a draft, or of the lock, is replaced or refused; what it points at stays."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    for name in ("search.png", "search.partial", ".search.png.part"):
+        (run / name).symlink_to(victim)
+    assert main(["search", str(run), "red circle"]) == 0
+    assert victim.read_text() == "mine" and (run / "search.png").read_bytes()[:4] == b"\x89PNG"
+    for name in ("config.toml", "finished.json", "contact_sheet.png", "report.html", "gallery.json"):
+        (run / f".{name}.part").symlink_to(victim)
+    (run / "finished.json").unlink()
+    again = ["train", "--config", str(run / "config.toml"), "--out", str(run)]
+    assert main(again) == 0
+    assert victim.read_text() == "mine" and not list(run.glob(".*.part"))
+    (run / ".lock").unlink()
+    (run / ".lock").symlink_to(victim)
+    assert main(again) == 2
+    assert victim.read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_a_best_that_is_not_the_runs_stays(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "project"
+    mine = out / "best" / "thesis.txt" if kind == "folder" else out / "best"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("precious")
+    config = small(shapes(tmp_path / "shapes", sizes=1), out, batch=16, steps=1)
+    (tmp_path / "recipe.toml").write_text(to_toml(config), encoding="utf-8")
+    assert main(["train", "--config", str(tmp_path / "recipe.toml"), "--out", str(out)]) == 2
+    assert "best: expected a link to a checkpoint, or a copy of one, got a" in capsys.readouterr().err
+    assert mine.read_text() == "precious" and not (out / "checkpoints").exists()
+
+
+def test_a_file_that_is_called_like_a_checkpoint(run: Path) -> None:
+    (run / "checkpoints" / "step-00000099").write_text("rubbish")
+    assert main(["train", "--config", str(run / "config.toml"), "--out", str(run)]) == 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"modules.json": [{"idx": 0, "name": "0", "path": "", "type": "evil.Evil", "more": " " * (1 << 20)}]},
+        {"router_config.json": {"types": {"query": "evil.Evil"}}},
+        {"modules.json": [{"idx": 0, "name": "0", "path": "../code", "type": "sentence_transformers.models.Pooling"}]},
+        {"config.json": {"activation_function": "torch.utils.collect_env.main"}},
+        {"modules.json": [{"idx": 0, "name": "0", "path": "", "type": "torch.hub"}]},
+    ],
+)
+def test_classes_of_others_by_any_way(settings: dict[str, Any], tmp_path: Path) -> None:
+    for name, value in settings.items():
+        (tmp_path / name).write_text(json.dumps(value))
+    with pytest.raises(ValueError, match="expected weights and settings only, got"):
+        refuse_code(tmp_path, "towers st:x")
+
+
+def test_a_link_to_a_folder_with_code(tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "evil.py").write_text("")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "sub").symlink_to(tmp_path / "code")
+    with pytest.raises(ValueError, match="got the link sub to another folder"):
+        refuse_code(tmp_path / "model", "towers st:x")

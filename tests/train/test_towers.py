@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from contratile.bench.cases import cure_torchvision
+from contratile.data import DataConfig
 from contratile.train.backbones import train_tokenizer
 from contratile.train.towers import TowerConfig, build_towers, save_recipe
 from tests.train.runs import SHAPE, clip_folder, sentence_folder, siglip_folder
@@ -159,3 +160,12 @@ def test_impossible_options_are_refused(changes: dict[str, Any], told: str) -> N
 def test_something_must_be_left_to_train() -> None:
     with pytest.raises(ValueError, match="lock: expected something left to train, got 'both'"):
         build_towers(TowerConfig(width=32, depth=1, lock="both"), texts=TEXTS)
+
+
+def test_options_without_effect_are_refused() -> None:
+    with pytest.raises(ValueError, match="dim: expected a head that gives so many features, got --head none"):
+        TowerConfig(dim=64)
+    with pytest.raises(ValueError, match="patch: expected a divisor of 32 pixels, got 7"):
+        TowerConfig(patch=7)
+    with pytest.raises(ValueError, match="streaming: expected a Hugging Face dataset"):
+        DataConfig(data="icons", streaming=True)

@@ -62,7 +62,7 @@ COMMANDS = (
     ),
     Command(
         "search",
-        "the images of a run that are nearest to a text",
+        "the images or texts of a run that are nearest to a query",
         "contratile.cli.search:search",
         "contratile.cli.search:parser",
         'contratile search runs/icons "arrow pointing left"',

@@ -9,7 +9,7 @@ from typing import Any
 
 from contratile.cli.extras import TRAIN, missing, quiet_progress
 from contratile.cli.options import Parser
-from contratile.errors import bad_value
+from contratile.errors import bad_value, check_count
 from contratile.printable import printable
 
 
@@ -70,6 +70,8 @@ def _evaluate(options: Any) -> None:
     # Files are read first: a wrong name is told before the work.
     names = lines(options.classes) if options.classes else []
     templates = lines(options.templates) if options.templates else TEMPLATES
+    check_count("--limit", options.limit, least=0)
+    check_count("--chunk", options.chunk, least=1)
     for name in ("left", "right", "root"):
         if getattr(options, name) and options.data is None:
             remedy = "The run's own data is read as it was in training."
@@ -131,7 +133,11 @@ def _data(config: Any, options: Any) -> tuple[Any, Any]:
 
 def lines(path: Path) -> list[str]:
     """The lines of a file, each once."""
-    found = dict.fromkeys(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        bad_value(str(path), expected="a text file in UTF-8", got="other bytes", remedy="One name or prompt per line.")
+    found = dict.fromkeys(line.strip() for line in text.splitlines() if line.strip())
     if not found:
         bad_value(str(path), expected="one name or prompt per line", got="an empty file", remedy="Write some.")
     return list(found)

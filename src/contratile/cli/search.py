@@ -45,17 +45,25 @@ def search(argv: Sequence[str]) -> int:
 def _search(options: Any) -> None:
     import torch
 
+    from contratile.data.images import SUFFIXES
     from contratile.train.checkpoint import step_name
     from contratile.train.finish import load_run
     from contratile.train.gallery import found_rows, load_gallery
 
-    run, query = options.run, " ".join(options.query)
+    run, query = options.run, printable(" ".join(options.query))
+    if options.out is not None and options.out.is_dir():
+        bad_value("out", expected="the name of a picture", got=f"the folder {options.out}", remedy="Add a name.")
+    if not query.strip():
+        bad_value("query", expected="a text, or the path of a picture", got=repr(query), remedy="Say what to look for.")
     gallery = load_gallery(run)
     pictures = gallery.kinds[0] == "image"
     among: Side = options.among or ("left" if pictures else "right")
     # The weights that made the gallery's features, which need not be the best ones.
     towers, _, _ = load_run(run, step_name(gallery.step))
     tower = towers.right if among == "left" else towers.left
+    if tower.kind == "text" and pictures and Path(query).suffix.lower() in SUFFIXES and Path(query).is_file():
+        remedy = "Pass --among right to look for the texts of that picture."
+        bad_value("query", expected="a text", got=f"a picture, {query}", remedy=remedy)
     asked: Any = query if tower.kind == "text" else _picture(query)
     with torch.no_grad():
         features = tower(tower.prepare([asked])).float()
@@ -85,6 +93,7 @@ def lines(row: "SheetRow") -> list[str]:
 def _show_pictures(row: "SheetRow", out: Path, k: int) -> None:
     from rich.console import Console
 
+    from contratile.data.files import written_whole
     from contratile.train.preview import preview
     from contratile.train.report import contact_sheet, png
 
@@ -93,9 +102,8 @@ def _show_pictures(row: "SheetRow", out: Path, k: int) -> None:
         preview(row, console)
     else:
         print(f'nearest to "{printable(row.query)}"', *lines(row), sep="\n")
-    partial = out.with_suffix(".partial")
-    partial.write_bytes(png(contact_sheet([row], columns=k)))
-    partial.replace(out)
+    with written_whole(out) as draft:
+        draft.write_bytes(png(contact_sheet([row], columns=k)))
     absent = sum(image is None for image in row.images)
     if absent:
         print(f"{absent} of {len(row.images)} pictures are not in the gallery and left blank")

@@ -119,7 +119,7 @@ def _train(config: "TrainConfig") -> int:
     if trainer.main:
         for line in (*header(trainer), *trainer.notices):
             console.print(printable(line), markup=False, highlight=False, soft_wrap=not console.is_terminal)
-    if trainer.main and trainer.resumed is not None:
+    if trainer.main and trainer.resumed is not None and trainer.step < trainer.steps:
         console.print(f"continuing at step {trainer.step} of {trainer.steps}", highlight=False)
     outcome = trainer.run()
     if not trainer.main:
@@ -137,6 +137,7 @@ def _train(config: "TrainConfig") -> int:
     print("\n".join(map(printable, written.notes)))
     print(printable("\n".join(table(outcome.metrics, guess, trainer.sides)), lines=True))
     print(f"R@10 is {outcome.metrics[BEST] / guess[BEST]:.0f} times chance")
+    print(f"these are the weights of step {outcome.step}; best, which eval takes, is step {trainer.best_step}")
     print(f"report: {written.report}")
     if written.sheet is not None:
         print(f"contact sheet: {written.sheet}")

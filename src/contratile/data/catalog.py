@@ -74,6 +74,9 @@ class DataConfig:
         if not self.broken_limit >= 0:
             remedy = "0.01 is one in a hundred, 500 that many, 0 none at all."
             bad_value("broken_limit", expected="0 or more", got=self.broken_limit, remedy=remedy)
+        if self.streaming and not any(name.startswith("hf:") for name in (self.data, self.test_data)):
+            remedy = "Tables are read as they are, shards are streams anyway: drop it."
+            bad_value("streaming", expected="a Hugging Face dataset (hf:...)", got=repr(self.data), remedy=remedy)
         check_count("limit", self.limit, least=0)
         check_count("image_size", self.image_size, least=1)
         check_count("workers", self.workers, least=0)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 OPEN_QUOTE = 'a quote is opened here and not closed (leave it out, or write "")'
 
 ENCLOSED = 8
-"""So many lines inside one field that all have as many fields as the head are rows, not a text."""
+"""So many lines inside one field, three quarters of all there, that have as many fields as the head are rows, not a text."""
 
 
 def csv_rows(lines: Iterator[str], separator: str) -> Iterator[tuple[int, list[str] | str]]:
@@ -90,7 +90,8 @@ def _open_quote(lines: list[str], separator: str, width: int) -> int | None:
             if end < 0 or (rest and rest[0] not in f"{separator}\r\n"):
                 return line
             enclosed = lines[line + 1 : line + 1 + text.count("\n", line_end, end)]
-            if width > 1 and len(enclosed) >= ENCLOSED and all(_fields(each, separator) == width for each in enclosed):
+            whole = sum(_fields(each, separator) == width for each in enclosed) if width > 1 else 0
+            if whole >= max(ENCLOSED, 0.75 * len(enclosed)):
                 return line
             place = end
         found = text.find(separator, place)

@@ -189,7 +189,8 @@ class Loader:
         for name, mine in self._identity().items():
             if state.get(name) != mine:
                 remedy = "Resume with the data and options that the run was started with, or start a new run."
-                bad_value(f"data position, {name}", expected=repr(state.get(name)), got=repr(mine), remedy=remedy)
+                expected = f"{state.get(name)!r}, as in the checkpoint"
+                bad_value(f"{name} of a resumed run", expected=expected, got=repr(mine), remedy=remedy)
         names = ("epoch", "step", "cursor") if isinstance(self.source, Stream) else ("epoch", "step")
         self._position = {name: state[name] for name in names if name in state}
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from contratile.data.files import written_whole
 from contratile.data.images import CLIP_MEAN, CLIP_STD, Squares, normalise
 from contratile.data.sample import Kind
 from contratile.errors import bad_value
@@ -102,9 +103,8 @@ class Words:
         }
 
     def save(self, folder: Path) -> None:
-        partial = folder / f"{self.FILE}.partial"
-        partial.write_text(self.tokenizer.to_str(), encoding="utf-8")
-        partial.replace(folder / self.FILE)
+        with written_whole(folder / self.FILE) as draft:
+            draft.write_text(self.tokenizer.to_str(), encoding="utf-8")
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:

@@ -182,10 +182,27 @@ def link_best(run: Path) -> Path | None:
         draft = run / f"best{_DRAFT}{os.getpid()}"
         draft.symlink_to(os.path.relpath(place, run), target_is_directory=True)
         if link.is_dir() and not link.is_symlink():
+            check_best(run)
             shutil.rmtree(link)  # a copy of the run may have a folder for the link
         draft.replace(link)
         _sync(run)
     return place
+
+
+def check_best(run: Path) -> None:
+    """Refuse a `best` that is not a run's: it would be replaced.
+
+    Raises:
+        ValueError: It is neither a link nor a copy of a checkpoint.
+    """
+    link = run / "best"
+    if link.is_symlink() or not link.exists():
+        return
+    others = [path for path in link.iterdir() if path.suffix not in (".json", ".safetensors")] if link.is_dir() else []
+    if others or not (link / "manifest.json").is_file():
+        got = "a folder with other files" if link.is_dir() else "a file"
+        remedy = "Move it, or pass another --out."
+        bad_value(str(link), expected="a link to a checkpoint, or a copy of one", got=got, remedy=remedy)
 
 
 def set_aside(folder: Path) -> Path:
@@ -322,7 +339,7 @@ def steps(run: Path) -> list[Path]:
     def found() -> Iterator[tuple[int, Path]]:
         for path in (run / "checkpoints").glob("step-*"):
             step = step_of(path)
-            if step is not None:
+            if step is not None and path.is_dir():
                 yield step, _named(path)
 
     return [folder for _, folder in sorted(set(found()))]

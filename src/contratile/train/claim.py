@@ -44,7 +44,8 @@ def claim(run: Path) -> Claim | None:
     held = _ours.get(place)
     if held is not None and held.release.alive:
         return held
-    descriptor = os.open(place / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    # A link is not followed: the folder may come from anyone.
+    descriptor = os.open(place / LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
     try:
         fault = _lock(descriptor)
         if fault is not None:

@@ -19,6 +19,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from contratile.data.catalog import DataConfig
+from contratile.data.files import written_whole
 from contratile.data.foreign import Foreign
 from contratile.errors import bad_type, bad_value, check_choice, check_count, check_size
 from contratile.train.optim import OptimConfig
@@ -291,9 +292,8 @@ def to_toml(config: TrainConfig) -> str:
 
 def save_config(config: TrainConfig, folder: Path) -> None:
     """Write the options of a run beside what it makes."""
-    partial = folder / f"{CONFIG}.partial"
-    partial.write_text(to_toml(config), encoding="utf-8")
-    partial.replace(folder / CONFIG)
+    with written_whole(folder / CONFIG) as draft:
+        draft.write_text(to_toml(config), encoding="utf-8")
 
 
 def _toml(value: Any) -> str:

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from contratile.data.files import written_whole
 from contratile.data.sample import Source
 from contratile.errors import bad_value
 from contratile.tiles import plan_tiles
@@ -57,9 +58,8 @@ def finish(config: TrainConfig, source: Source, outcome: Outcome) -> Written:
     path = None
     if sheet is not None:
         path = run / "contact_sheet.png"
-        partial = path.with_suffix(".partial")
-        partial.write_bytes(sheet)
-        partial.replace(path)
+        with written_whole(path) as draft:
+            draft.write_bytes(sheet)
     n = config.run.batch
     workspace = plan_tiles(n, n, encoded.left.shape[1]).workspace_bytes
     notes = [
@@ -90,9 +90,8 @@ def finish(config: TrainConfig, source: Source, outcome: Outcome) -> Written:
         sides=gallery.sides,
     )
     files = [f"{GALLERY}.safetensors", f"{GALLERY}.json", report.name, *([path.name] if path else [])]
-    partial = run / f"{FINISHED}.partial"
-    partial.write_text(json.dumps({"step": outcome.step, "files": files}) + "\n", encoding="utf-8")
-    partial.replace(run / FINISHED)
+    with written_whole(run / FINISHED) as draft:
+        draft.write_text(json.dumps({"step": outcome.step, "files": files}) + "\n", encoding="utf-8")
     return Written(report, path, notes)
 
 
@@ -139,6 +138,10 @@ def load_run(run: Path, weights: str = "best", *, allow_pipe: bool = False) -> R
         bad_value("run", expected=f"a folder with {CONFIG}", got=run, remedy=remedy)
     config = load_config(run / CONFIG, allow_pipe=allow_pipe)
     folder: Path | None = run / "checkpoints" / weights
+    if weights not in ("best", "last") and checkpoint.step_of(Path(weights)) is None:
+        bad_value(
+            "weights", expected="best, last or step-...", got=repr(weights), remedy="They are in RUN/checkpoints."
+        )
     if weights in ("best", "last"):
         folder = (checkpoint.best(run) if weights == "best" else None) or checkpoint.latest(run)
     if folder is None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from contratile.data.files import written_whole
 from contratile.data.sample import Broken, Indexed, Sample, Source, Stream
 from contratile.errors import bad_value
 from contratile.metrics import nearest
@@ -182,12 +183,11 @@ def save_gallery(gallery: Gallery, folder: Path) -> None:
     if gallery.pictures:
         tensors["pictures"] = torch.frombuffer(bytearray(b"".join(gallery.pictures)) or bytearray(1), dtype=torch.uint8)
         tensors["sizes"] = torch.tensor([len(data) for data in gallery.pictures])
-    partial = folder / f"{GALLERY}.partial"
-    save_file(tensors, partial)
-    partial.replace(folder / f"{GALLERY}.safetensors")
+    with written_whole(folder / f"{GALLERY}.safetensors") as draft:
+        save_file(tensors, draft)
     words = {name: getattr(gallery, name) for name in ("step", "kinds", "sides", "names", "texts")}
-    partial.write_text(json.dumps(words), encoding="utf-8")
-    partial.replace(folder / f"{GALLERY}.json")
+    with written_whole(folder / f"{GALLERY}.json") as draft:
+        draft.write_text(json.dumps(words), encoding="utf-8")
 
 
 def load_gallery(folder: Path) -> Gallery:
@@ -196,6 +196,9 @@ def load_gallery(folder: Path) -> Gallery:
     from safetensors.torch import load_file
 
     path, listed = folder / f"{GALLERY}.safetensors", folder / f"{GALLERY}.json"
+    if not folder.is_dir():
+        remedy = "Give the folder that `contratile train --out` wrote."
+        bad_value("run", expected="a folder", got=f"nothing at {folder}", remedy=remedy)
     if not (path.exists() and listed.exists()):
         remedy = "Run its `contratile train` command to the end; one that was stopped or killed goes on from there."
         bad_value("run", expected=f"a folder with {path.name} and {listed.name}", got=folder, remedy=remedy)

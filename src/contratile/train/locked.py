@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from contratile.data.files import written_whole
 from contratile.data.loader import BROKEN_LIMIT, Loader
 from contratile.data.rows import Rows
 from contratile.data.sample import Broken, Indexed, Source
@@ -140,6 +141,5 @@ def _fits(path: Path, same: str) -> bool:
 def _write(path: Path, outputs: Tensor, same: str) -> None:
     from safetensors.torch import save_file
 
-    partial = path.with_suffix(".partial")
-    save_file({"outputs": outputs}, partial, metadata={"of": same})
-    partial.replace(path)
+    with written_whole(path) as draft:
+        save_file({"outputs": outputs}, draft, metadata={"of": same})

@@ -116,11 +116,11 @@ class Trainer:
                 known = run_of(self.resumed) if self.resumed else None if self.main else run.out
                 bias = config.loss.loss == "siglip"
                 self.towers = build_towers(config.towers, texts=texts_of(self.source), folder=known, bias=bias)
+                check_kinds(self.source, self.towers.kinds)
                 # What was read there stays as it is: its checksum is in the checkpoints.
                 if self.main and (known is None or known.resolve() != run.out.resolve()):
                     save_recipe(self.towers, run.out)
             self.accelerator.wait_for_everyone()
-        check_kinds(self.source, self.towers.kinds)
         self.sides = side_names(self.held_out)
         self.towers.to(self.accelerator.device).train()
 
@@ -189,7 +189,7 @@ class Trainer:
                 if self.step % evaluate_at == 0 or last:
                     metrics, encoded = self.evaluate()
                     tracker.evaluation(self.step, metrics, self.sides)
-                    better = metrics[BEST] > self.best
+                    better = metrics[BEST] >= self.best  # the latest of equal ones: NaN is never better
                     if better:
                         self.best, self.best_step = metrics[BEST], self.step
                 if self.step % save_at == 0 or last or better:
@@ -302,6 +302,7 @@ class Trainer:
             try:
                 run.out.mkdir(parents=True, exist_ok=True)
                 self.claim = claim(run.out)
+                checkpoint.check_best(run.out)
                 told[0] = find_checkpoint(run.resume, run.out)
             except (ValueError, OSError) as error:
                 told[1] = error

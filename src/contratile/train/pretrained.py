@@ -18,8 +18,11 @@ from typing import Any
 from contratile.data.hub_names import absent, found_at_hub
 from contratile.errors import bad_value
 
-OWN = ("sentence_transformers.", "torch.")
+OWN = ("sentence_transformers.", "torch.nn.")
 """Packages whose classes a sentence-transformers folder may name."""
+
+LARGE = 1 << 20
+"""Bytes of a JSON file that are no settings any more, but a vocabulary."""
 
 
 @contextmanager
@@ -63,11 +66,16 @@ def refuse_code(folder: Path, what: str) -> None:
 
     Versions before 6 import what modules.json names, and run the Python files in a local folder, unasked.
     """
-    for path in sorted(folder.rglob("*.py"))[:1]:
-        _refuse(what, f"the file {path.relative_to(folder)}")
+    for path in sorted(folder.rglob("*")):
+        if path.suffix == ".py":
+            _refuse(what, f"the file {path.relative_to(folder)}")
+        if path.is_symlink() and path.is_dir():
+            _refuse(what, f"the link {path.relative_to(folder)} to another folder")
     for path in sorted(folder.rglob("*.json")):
-        if path.stat().st_size > 1 << 20:
-            continue  # vocabularies; settings are small
+        if path.stat().st_size > LARGE:
+            if path.name != "tokenizer.json" and "vocab" not in path.name:
+                _refuse(what, f"{path.stat().st_size >> 20} MiB of settings in {path.relative_to(folder)}")
+            continue
         try:
             settings = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
@@ -76,9 +84,18 @@ def refuse_code(folder: Path, what: str) -> None:
             where = path.relative_to(folder)
             if key == "auto_map":
                 _refuse(what, f"auto_map in {where}")
-            names_class = key == "activation_function" or (key in ("type", "tokenizer_class") and "." in str(value))
-            if names_class and not str(value).startswith(OWN) and path.name != "tokenizer.json":
-                _refuse(what, f"the class {value!r} in {where}")
+            if path.name == "modules.json" and key == "path" and _leads_out(str(value)):
+                _refuse(what, f"the path {value!r} in {where}")
+            if path.name == "tokenizer.json":
+                continue  # its types are those of the tokenizers package
+            for name in map(str, value.values() if key == "types" and isinstance(value, dict) else [value]):
+                dotted = key in ("type", "types", "tokenizer_class") and "." in name
+                if (dotted or key == "activation_function") and not name.startswith(OWN):
+                    _refuse(what, f"the class {name!r} in {where}")
+
+
+def _leads_out(path: str) -> bool:
+    return Path(path).is_absolute() or ".." in Path(path).parts
 
 
 def _refuse(what: str, got: str) -> None:

@@ -16,6 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from contratile.data.files import written_whole
 from contratile.errors import bad_value
 from contratile.train.curves import curve
 from contratile.train.track import numbers, size
@@ -247,9 +248,9 @@ def write_report(
         + "\n</body>\n</html>\n"
     )
     run.mkdir(parents=True, exist_ok=True)
-    draft, path = run / ".report.html.part", run / "report.html"
-    draft.write_text(page, encoding="utf-8")
-    draft.replace(path)
+    path = run / "report.html"
+    with written_whole(path) as draft:
+        draft.write_text(page, encoding="utf-8")
     return path
 
 

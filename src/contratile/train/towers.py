@@ -93,6 +93,14 @@ class TowerConfig:
             "dim": 0,
         }.items():
             check_count(field, getattr(self, field), least=least)
+        # What has no effect is refused, not ignored.
+        if self.dim and self.head == "none":
+            bad_value(
+                "dim", expected="a head that gives so many features", got="--head none", remedy="Pass --head linear."
+            )
+        if maker == "tiny" and (self.pixels or 32) % self.patch:
+            remedy = "Patches cover an image without a rest."
+            bad_value("patch", expected=f"a divisor of {self.pixels or 32} pixels", got=self.patch, remedy=remedy)
         for field in ("lock", "head"):
             check_choice(field, getattr(self, field), get_args({"lock": Lock, "head": Head}[field]))
         if not self.init_scale >= 1:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import torch
 
+from contratile.data.files import written_whole
 from contratile.errors import bad_value
 from contratile.printable import printable
 from contratile.train.words import PICTURES, in_a_line
@@ -146,9 +147,8 @@ def rewind(path: Path, step: int) -> None:
             continue
         if entry["step"] <= step:
             kept.append(text + b"\n")
-    draft = path.with_name(f".{path.name}.part")
-    draft.write_bytes(b"".join(kept))
-    draft.replace(path)
+    with written_whole(path) as draft:
+        draft.write_bytes(b"".join(kept))
 
 
 def memory_now(on_gpu: bool = False) -> int:
