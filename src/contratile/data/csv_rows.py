@@ -16,7 +16,7 @@ from collections.abc import Iterator
 OPEN_QUOTE = 'a quote is opened here and not closed (leave it out, or write "")'
 
 ENCLOSED = 8
-"""So many lines inside one field, three quarters of all there, that have as many fields as the head are rows, not a text."""
+"""So many lines inside one field, three quarters of all there, with as many fields as the head are rows, no text."""
 
 
 def csv_rows(lines: Iterator[str], separator: str) -> Iterator[tuple[int, list[str] | str]]:
