@@ -193,8 +193,8 @@ def test_eval_of_spoiled_weights(
     Trainer(small(table, tmp_path, steps=2)).run()
     load = finish.load_run
 
-    def spoiled(*arguments: Any) -> finish.Run:
-        run = load(*arguments)
+    def spoiled(*arguments: Any, **options: Any) -> finish.Run:
+        run = load(*arguments, **options)
         with torch.no_grad():
             next(run.towers.right.parameters()).fill_(math.nan)
         return run
