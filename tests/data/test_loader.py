@@ -333,7 +333,7 @@ def test_a_position_of_other_options_is_refused(option: str, value: Any) -> None
 
 def test_a_position_of_other_data_or_ranks_is_refused() -> None:
     state = Loader(Numbers(9), PREPARE, batch=3, chunk=1).state_dict()
-    with pytest.raises(ValueError, match="length: expected 9, got 8"):
+    with pytest.raises(ValueError, match="length of a resumed run: expected 9, as in the checkpoint, got 8"):
         Loader(Numbers(8), PREPARE, batch=3, chunk=1).load_state_dict(state)
     states = [Loader(River((9,)), PREPARE, batch=3, chunk=1, rank=r, world=2).state_dict() for r in range(2)]
     with pytest.raises(ValueError, match="rank: expected 0, got 1"):
