@@ -195,6 +195,21 @@ def differentiate(loss: Callable[..., Tensor], dtype: torch.dtype, *inputs: Tens
     return value.detach(), *torch.autograd.grad(value, leaves)
 
 
+def naive_errors(name: str, size: float, exact: tuple[Tensor, ...]) -> list[float]:
+    """Of the value and of each gradient the largest error of the formula in fp32, with features moved in the last place.
+
+    The error of one run is luck: where two large scores are almost equal, their rounding decides.
+    """
+    worst = [0.0] * len(exact)
+    for seed in range(12):
+        random = torch.Generator().manual_seed(seed)
+        moved = [x * (1 + torch.randint(-2, 3, x.shape, generator=random) * EPS * (seed > 0)) for x in views()]
+        found = differentiate(lambda a, b: LOSSES[name](reference, a, b, size), torch.float32, *moved)
+        errors = [(got - true).abs().max().item() for got, true in zip(found, exact, strict=True)]
+        worst = [max(pair) for pair in zip(worst, errors, strict=True)]
+    return worst
+
+
 @pytest.mark.parametrize("tile", [None, 16])
 @pytest.mark.parametrize("size", SCORES)
 @pytest.mark.parametrize("name", LOSSES)
@@ -202,13 +217,11 @@ def test_large_scores(name: str, size: float, tile: int | None) -> None:
     """Values within the naive error, gradients within 1.5 times the naive error, and a few roundings of a score."""
     loss, pair = LOSSES[name], views()
     exact = differentiate(lambda a, b: loss(reference, a, b, size), torch.float64, *pair)
-    naive = differentiate(lambda a, b: loss(reference, a, b, size), torch.float32, *pair)
+    value, *gradients = naive_errors(name, size, exact)
     ours = differentiate(lambda a, b: loss(ct, a, b, size, tile=tile), torch.float32, *pair)
-    value = (ours[0] - exact[0]).abs()
-    assert value <= (naive[0] - exact[0]).abs() + 4 * EPS * size * (70 if name == "siglip_loss" else 1)
-    for got, plain, true in zip(ours[1:], naive[1:], exact[1:], strict=True):
-        allowed = 1.5 * (plain - true).abs().max() + 8 * EPS * true.abs().max()
-        assert (got - true).abs().max() <= allowed
+    assert (ours[0] - exact[0]).abs() <= value + 4 * EPS * size * (70 if name == "siglip_loss" else 1)
+    for got, naive, true in zip(ours[1:], gradients, exact[1:], strict=True):
+        assert (got - true).abs().max() <= 1.5 * naive + 8 * EPS * true.abs().max()
 
 
 def ring_errors(name: str, sizes: tuple[int, ...], size: float, tile: int | None) -> list[tuple[float, float, float]]:
@@ -223,15 +236,12 @@ def ring_errors(name: str, sizes: tuple[int, ...], size: float, tile: int | None
         return LOSSES[name](ct, a, b, size, tile=tile)
 
     found = differentiate(ours, torch.float32, a, b)
-    naive, exact = (
-        differentiate(lambda a, b: world * LOSSES[name](reference, a, b, size), dtype, *views())
-        for dtype in (torch.float32, torch.float64)
-    )
+    exact = differentiate(lambda a, b: LOSSES[name](reference, a, b, size), torch.float64, *views())
     errors = []
-    for got, plain, true in zip(found[1:], naive[1:], exact[1:], strict=True):
-        mine = torch.split(true, list(sizes))[rank]
+    for got, naive, true in zip(found[1:], naive_errors(name, size, exact)[1:], exact[1:], strict=True):
+        mine = world * torch.split(true, list(sizes))[rank]
         error = (got - mine).abs().max().item() if len(mine) else 0.0
-        errors.append((error, (plain - true).abs().max().item(), true.abs().max().item()))
+        errors.append((error, world * naive, world * true.abs().max().item()))
     return errors
 
 
