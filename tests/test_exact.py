@@ -196,7 +196,7 @@ def differentiate(loss: Callable[..., Tensor], dtype: torch.dtype, *inputs: Tens
 
 
 def naive_errors(name: str, size: float, exact: tuple[Tensor, ...]) -> list[float]:
-    """Of the value and of each gradient the largest error of the formula in fp32, with features moved in the last place.
+    """Of the value and each gradient the largest error of the formula in fp32, with features moved in the last place.
 
     The error of one run is luck: where two large scores are almost equal, their rounding decides.
     """
