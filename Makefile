@@ -31,7 +31,7 @@ bench: $(READY)
 	$(BIN)/contratile bench loss --out out/bench
 
 kernels: $(READY)
-	$(BIN)/python -m tests.kernels.resources
+	$(BIN)/python -m tests.engine.kernels.resources
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import contratile as ct
-from contratile.bench.cases import cure_torchvision, quiet
+from contratile.bench.contestants.loss import cure_torchvision, quiet
 
 with quiet():
     cure_torchvision()  # only where torchvision cannot be imported: transformers would fail with it

@@ -18,7 +18,7 @@ from torch.multiprocessing.spawn import spawn
 
 import contratile as ct
 from contratile.bench.before_after import print_table
-from contratile.bench.cases import Problem, backward, quiet
+from contratile.bench.contestants.loss import Problem, backward, quiet
 from contratile.integrations.inf_cl import cal_ring_loss  # was: from inf_cl import cal_ring_loss
 
 RANKS = 2

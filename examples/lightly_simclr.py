@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from contratile.bench.before_after import print_table
-from contratile.bench.cases import cure_torchvision, quiet
+from contratile.bench.contestants.loss import cure_torchvision, quiet
 from contratile.integrations.lightly import NTXentLoss  # was: from lightly.loss import NTXentLoss
 
 with quiet():

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import contratile as ct
-from contratile.bench.cases import cure_torchvision, quiet
+from contratile.bench.contestants.loss import cure_torchvision, quiet
 
 with quiet():
     cure_torchvision()  # only where torchvision cannot be imported: lightning would fail with it

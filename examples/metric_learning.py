@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from contratile.bench.before_after import print_table
-from contratile.bench.cases import quiet
+from contratile.bench.contestants.loss import quiet
 from contratile.integrations import pytorch_metric_learning as after
 
 with quiet():

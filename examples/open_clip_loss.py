@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from contratile.bench.before_after import print_table
-from contratile.bench.cases import Problem, cure_torchvision, quiet
+from contratile.bench.contestants.loss import Problem, cure_torchvision, quiet
 from contratile.integrations import open_clip as after
 
 with quiet():

@@ -18,13 +18,13 @@ from PIL import Image, ImageDraw
 
 import contratile as ct
 from contratile.data.catalog import DataConfig, open_source
+from contratile.models.towers import TowerConfig
+from contratile.report.gallery import load_gallery
 from contratile.train.config import RunConfig, TrainConfig
 from contratile.train.evaluate import chance, encode, retrieval
 from contratile.train.finish import finish, load_run
-from contratile.train.gallery import load_gallery
 from contratile.train.loop import Trainer
 from contratile.train.optim import OptimConfig
-from contratile.train.towers import TowerConfig
 
 COLOURS = ("red", "green", "blue", "orange", "purple", "black", "gray", "brown")
 SHAPES = ("disc", "ring", "square", "frame", "cross", "bar")

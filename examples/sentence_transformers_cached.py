@@ -16,7 +16,7 @@ from sentence_transformers_trainer import Cost, no_progress_bars, pairs, print_c
 
 from sentence_transformers.sentence_transformer import losses as theirs
 
-from contratile.bench.cases import quiet
+from contratile.bench.contestants.loss import quiet
 from contratile.integrations import sentence_transformers as ours
 
 

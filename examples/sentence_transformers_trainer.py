@@ -29,7 +29,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 
-from contratile.bench.cases import cure_torchvision, quiet
+from contratile.bench.contestants.loss import cure_torchvision, quiet
 from contratile.data import wordnet
 from contratile.integrations import sentence_transformers as ours
 

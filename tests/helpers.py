@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from contratile import lse, reference
-from contratile.contrast import as_tensor
-from contratile.pairs import PairRule
-from contratile.ring import Ring
-from contratile.task import Inputs, Task
-from contratile.team import ALONE
+from contratile import reference
+from contratile.engine import autograd as lse
+from contratile.engine.rule import PairRule
+from contratile.engine.spec import Inputs, Task
+from contratile.losses.cross_entropy import as_tensor
+from contratile.ring.ring import Ring
+from contratile.ring.team import ALONE
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 

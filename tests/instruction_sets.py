@@ -1,7 +1,7 @@
 """The numerical tests under other instruction sets and numbers of threads, as far as this CPU has them.
 
     python -m tests.instruction_sets                    # every setting below, one after the other
-    python -m tests.instruction_sets --only avx2 -- tests/test_lse.py -k scale
+    python -m tests.instruction_sets --only avx2 -- tests/engine/test_autograd.py -k scale
 
 Sums are rounded in the order that vector registers and threads give them: a test that passes under one setting only
 holds a rounding error to one machine's luck. ATen's own loops follow ATEN_CPU_CAPABILITY, oneDNN's follow
@@ -21,7 +21,7 @@ FILES = [
         for name in ("lse", "losses", "family", "reference", "metrics", "stats", "pairs", "classes")
     ),
     *(f"tests/test_{name}.py" for name in ("reserve", "devices", "integrations", "grad_cache", "fuzz")),
-    "tests/kernels/test_interpreted.py",
+    "tests/engine/kernels/test_interpreted.py",
 ]
 
 SETTINGS = {

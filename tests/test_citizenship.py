@@ -18,9 +18,10 @@ import torch._dynamo.testing
 from torch import Tensor, nn
 
 import contratile as ct
-from contratile import operators, reference
-from contratile.pairs import PairRule
-from contratile.task import Inputs, Task
+from contratile import reference
+from contratile.engine import compiled as operators
+from contratile.engine.rule import PairRule
+from contratile.engine.spec import Inputs, Task
 from tests.helpers import features, labels_of, pair_stats, randn
 
 N, D = 21, 6
@@ -372,9 +373,8 @@ def test_import_is_lazy() -> None:
 
 
 ORDER = (
-    "errors printable packages keywords normalized reference task tiles stats pairs classes backends team ring "
-    "reserve passes operators lse contrast functional modules memory_queue host_memory grad_cache metrics plan "
-    "integrations data train bench cli __main__"
+    "errors printable packages keywords host_memory reference ring engine losses grad_cache metrics integrations data "
+    "models report train doctor bench cli __main__"
 ).split()
 
 
@@ -391,7 +391,7 @@ def test_imports_point_upward() -> None:
         for imported in _imports(ast.parse(path.read_text()), parts):
             place = ORDER.index(imported)
             assert place < ORDER.index(parts[0]) or (imported == parts[0] and len(parts) > 1), f"{path}: {imported}"
-    assert {"lse", "tiles", "backends"} <= seen
+    assert {"ring", "engine", "losses"} <= seen
 
 
 def _imports(tree: ast.AST, parts: tuple[str, ...]) -> set[str]:

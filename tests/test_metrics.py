@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import contratile as ct
-from contratile.bench.cases import cure_torchvision
+from contratile.bench.contestants.loss import cure_torchvision
 
 
 def pairs(n: int, d: int, *, noise: float = 1.0, seed: int = 0) -> tuple[Tensor, Tensor]:

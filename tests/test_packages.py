@@ -52,7 +52,7 @@ def test_the_sentence_names_the_package_at_fault(installed: Path) -> None:
 
 
 def test_towers_that_need_a_broken_package(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from contratile.train.backbones import need
+    from contratile.models.backbones import need
 
     with pytest.raises(ImportError, match=r"cp_models is needed for these towers. cp_vision is installed but cannot"):
         need("cp_models", "cp-models")

@@ -7,26 +7,26 @@ loss = ct.clip_loss(image_features, text_features, logit_scale)
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from contratile import reference as reference
-from contratile.contrast import BatchStats as BatchStats
-from contratile.functional import clip_loss as clip_loss
-from contratile.functional import info_nce as info_nce
-from contratile.functional import nt_xent as nt_xent
-from contratile.functional import pair_lse as pair_lse
-from contratile.functional import siglip_loss as siglip_loss
-from contratile.functional import sup_con as sup_con
+from contratile.engine.plan import TilePlan as TilePlan
+from contratile.engine.plan import plan_tiles as plan_tiles
 from contratile.grad_cache import GradCache as GradCache
-from contratile.memory_queue import MemoryQueue as MemoryQueue
+from contratile.losses.cross_entropy import BatchStats as BatchStats
+from contratile.losses.functional import clip_loss as clip_loss
+from contratile.losses.functional import info_nce as info_nce
+from contratile.losses.functional import nt_xent as nt_xent
+from contratile.losses.functional import pair_lse as pair_lse
+from contratile.losses.functional import siglip_loss as siglip_loss
+from contratile.losses.functional import sup_con as sup_con
+from contratile.losses.memory_queue import MemoryQueue as MemoryQueue
+from contratile.losses.modules import ClipLoss as ClipLoss
+from contratile.losses.modules import InfoNCE as InfoNCE
+from contratile.losses.modules import NTXent as NTXent
+from contratile.losses.modules import SigLipLoss as SigLipLoss
+from contratile.losses.modules import SupCon as SupCon
+from contratile.losses.normalized import NotNormalizedWarning as NotNormalizedWarning
 from contratile.metrics import nearest as nearest
 from contratile.metrics import retrieval_metrics as retrieval_metrics
 from contratile.metrics import zero_shot_metrics as zero_shot_metrics
-from contratile.modules import ClipLoss as ClipLoss
-from contratile.modules import InfoNCE as InfoNCE
-from contratile.modules import NTXent as NTXent
-from contratile.modules import SigLipLoss as SigLipLoss
-from contratile.modules import SupCon as SupCon
-from contratile.normalized import NotNormalizedWarning as NotNormalizedWarning
-from contratile.tiles import TilePlan as TilePlan
-from contratile.tiles import plan_tiles as plan_tiles
 
 __version__ = "0.1.0"
 

@@ -17,12 +17,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from contratile.backends import Backend
+from contratile.engine.autograd import Engine, pair_stats
+from contratile.engine.backends import Backend
+from contratile.engine.spec import Inputs, Task
 from contratile.errors import bad_type, bad_value, check_choice, check_count, check_features, check_labels, check_vector
-from contratile.lse import Engine, pair_stats
-from contratile.ring import Ring
-from contratile.task import Inputs, Task
-from contratile.team import ALONE
+from contratile.ring.ring import Ring
+from contratile.ring.team import ALONE
 
 Ties = Literal["first", "mean"]
 

@@ -8,7 +8,7 @@ import pytest
 from contratile.data import DataConfig, open_source
 from contratile.data.rows import Rows, chosen
 from contratile.data.sample import Indexed
-from contratile.train.locked import encoding_order
+from contratile.models.locked import encoding_order
 from tests.data.sources import Numbers
 
 

@@ -30,10 +30,10 @@ from typing import Any
 import torch
 
 from contratile.cli import main
+from contratile.report.tracking import history
 from contratile.train import checkpoint, finish, loop
 from contratile.train.config import to_toml
 from contratile.train.finish import is_finished
-from contratile.train.track import history
 from tests.processes import members, until
 from tests.train.runs import shapes, small
 

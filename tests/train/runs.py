@@ -7,10 +7,10 @@ from typing import Any
 from PIL import Image, ImageDraw
 from torch import Tensor
 
+from contratile.models.backbones import hide_broken_torchvision, train_tokenizer
+from contratile.report.tracking import history
 from contratile.train import checkpoint
-from contratile.train.backbones import hide_broken_torchvision, train_tokenizer
 from contratile.train.config import SECTIONS, TrainConfig, from_dict
-from contratile.train.track import history
 
 COLOURS = ("red", "green", "blue", "black", "orange", "purple", "brown", "gray")
 SHAPES = ("ellipse", "rectangle", "line", "arc")

@@ -18,13 +18,13 @@ from PIL import Image
 from contratile.cli import main
 from contratile.data.catalog import open_source
 from contratile.metrics import nearest
+from contratile.models.towers import build_towers
+from contratile.report.gallery import load_gallery, make_gallery, save_gallery
 from contratile.train.config import TrainConfig, load_config, to_toml
 from contratile.train.evaluate import encode
 from contratile.train.finish import load_run
-from contratile.train.gallery import load_gallery, make_gallery, save_gallery
 from contratile.train.loop import Trainer
 from contratile.train.places import absent, located, located_data, located_towers
-from contratile.train.towers import build_towers
 from tests.train.runs import clip_folder, sentence_folder, shapes, small, texts
 
 

@@ -11,12 +11,12 @@ import torch
 from contratile.cli import main
 from contratile.data import Broken, Indexed
 from contratile.data.catalog import open_source
+from contratile.models.locked import kept_outputs, rows_of
+from contratile.report.gallery import load_gallery
+from contratile.report.tracking import history
 from contratile.train.config import TrainConfig, to_toml
 from contratile.train.evaluate import encode
-from contratile.train.gallery import load_gallery
-from contratile.train.locked import kept_outputs, rows_of
 from contratile.train.loop import Trainer
-from contratile.train.track import history
 from tests.ranks import launch_environment, torchrun
 from tests.train.runs import losses, shapes, small
 

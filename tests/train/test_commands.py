@@ -13,10 +13,10 @@ from contratile.cli import main
 from contratile.data.catalog import DataConfig, open_source
 from contratile.data.loader import Batch
 from contratile.data.rows import Rows
+from contratile.report.gallery import load_gallery
 from contratile.train.config import TrainConfig, load_config, to_toml
 from contratile.train.evaluate import encode
 from contratile.train.finish import is_finished, load_run
-from contratile.train.gallery import load_gallery
 from contratile.train.loop import Trainer, fitted
 from tests.train.runs import shapes, small
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from contratile.cli import main
 from contratile.data.catalog import open_source
+from contratile.models.towers import build_towers
 from contratile.train import checkpoint, finish
 from contratile.train.evaluate import Encoded, chance, encode, matches, not_finite, retrieval
 from contratile.train.loop import Trainer
-from contratile.train.towers import build_towers
 from tests.train.runs import shapes, small
 
 

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 import contratile as ct
-from contratile import normalized
-from contratile.train import checkpoint, towers
+from contratile.losses import normalized
+from contratile.models import towers
+from contratile.report.tracking import history
+from contratile.train import checkpoint
 from contratile.train.config import load_config, to_toml
 from contratile.train.loop import Trainer
-from contratile.train.track import history
 from tests.ranks import accelerate_launch, launch_environment, torchrun
 from tests.train.killed_runs import POINTS
 from tests.train.runs import losses, shapes, small, weights

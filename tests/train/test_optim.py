@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from contratile.bench.cases import cure_torchvision
+from contratile.bench.contestants.loss import cure_torchvision
+from contratile.models.towers import TowerConfig, build_towers
 from contratile.train.config import load_config
 from contratile.train.loop import Trainer
 from contratile.train.optim import (
@@ -27,7 +28,6 @@ from contratile.train.optim import (
     parameter_groups,
     resolved,
 )
-from contratile.train.towers import TowerConfig, build_towers
 from tests.train.runs import clip_folder, shapes, small, weights
 
 

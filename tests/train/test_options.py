@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from contratile.bench.cases import cure_torchvision
+from contratile.bench.contestants.loss import cure_torchvision
+from contratile.report.tracking import history
 from contratile.train.loop import Trainer
-from contratile.train.track import history
 from tests.train.runs import clip_folder, losses, sentence_folder, shapes, small, texts, weights
 
 LOSSES = ["clip", "infonce", "siglip", "ntxent", "supcon"]

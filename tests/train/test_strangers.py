@@ -12,11 +12,11 @@ import torch
 
 from contratile.cli import main
 from contratile.data.catalog import open_source
-from contratile.train.backbones import hide_broken_torchvision
+from contratile.models.backbones import hide_broken_torchvision
+from contratile.models.pretrained import refuse_code
+from contratile.models.towers import TowerConfig, build_towers
 from contratile.train.config import to_toml
 from contratile.train.finish import load_run
-from contratile.train.pretrained import refuse_code
-from contratile.train.towers import TowerConfig, build_towers
 from tests.data.files import shard_members, write_tar
 from tests.train.runs import clip_folder, sentence_folder, shapes, small
 
@@ -160,7 +160,7 @@ def test_another_tokenizer_is_noticed(
 
 
 def test_a_run_without_the_checksum_still_loads(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from contratile.train import towers
+    from contratile.models import towers
 
     towers.check_recipe({"step": 3}, run)
     with pytest.raises(ValueError, match="expected facts with a step"):

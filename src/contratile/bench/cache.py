@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from contratile.bench import memory
-from contratile.bench.cache_cases import CONTESTANTS, PACKAGES, Limit, Problem, Step, predicted_bytes
-from contratile.bench.cache_model import LAYERS, TOKENS
-from contratile.bench.cases import quiet
 from contratile.bench.config import BenchConfig
+from contratile.bench.contestants.cache import CONTESTANTS, PACKAGES, Limit, Problem, Step, predicted_bytes
+from contratile.bench.contestants.cache_model import LAYERS, TOKENS
+from contratile.bench.contestants.loss import quiet
 from contratile.bench.harness import Notify, Timing, describe, environment, interleave, unknown
 from contratile.bench.rows import CacheRow, Recording, provenance
 from contratile.errors import check_count
@@ -165,7 +165,7 @@ class _Width:
             words = f"--contestant {name} --n {n} --chunk {config.chunk} --d {self.d} --layers {config.layers}"
             words += f" --threads {config.threads}"
             timeout = 120 + 10 * config.patience
-            peak = memory.point("contratile.bench.cache_cases", words.split(), timeout=timeout)
+            peak = memory.point("contratile.bench.contestants.cache", words.split(), timeout=timeout)
             status = status if peak.status == "ok" else peak.status
         ours = timings.get("contratile")
         spent = step.loss_seconds if step is not None else float("inf")

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from contratile.bench.cases import packages
-from contratile.bench.family_cases import CASES, FAMILY
+from contratile.bench.contestants.family import CASES, FAMILY
+from contratile.bench.contestants.loss import packages
 from contratile.bench.harness import Notify, environment
 from contratile.bench.loss import LossConfig, measure
 from contratile.bench.rows import FamilyRow, Recording

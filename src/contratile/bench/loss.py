@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from contratile.bench import memory
-from contratile.bench.cases import CLIP, CONTESTANTS, Case, Problem, Step, packages, quiet
 from contratile.bench.config import BenchConfig
+from contratile.bench.contestants.loss import CLIP, CONTESTANTS, Case, Problem, Step, packages, quiet
 from contratile.bench.harness import GemmLimit, Notify, Timing, describe, environment, interleave, unknown
 from contratile.bench.rows import LossRow, Recording, provenance
 from contratile.errors import check_count

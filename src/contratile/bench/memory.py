@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from contratile.bench.cases import Case, Contestant, Problem, Step, quiet
-from contratile.bench.family_cases import CASES
+from contratile.bench.contestants.family import CASES
+from contratile.bench.contestants.loss import Case, Contestant, Problem, Step, quiet
 from contratile.bench.harness import GiB, describe
 from contratile.host_memory import memory_bytes, status_bytes, trim
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from contratile.bench import memory
 from contratile.bench.config import BenchConfig
+from contratile.bench.contestants.ring import RING_CONTESTANTS, RING_PACKAGES
 from contratile.bench.harness import Notify, environment, unknown, version
 from contratile.bench.launch import Event, launch
-from contratile.bench.ring_cases import RING_CONTESTANTS, RING_PACKAGES
 from contratile.bench.ring_rank import OURS, Measurement
 from contratile.bench.rows import Recording, RingRow, provenance
 from contratile.errors import bad_value, check_count

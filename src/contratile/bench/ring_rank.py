@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contratile.bench.cases import Problem, quiet
-from contratile.bench.cases import Step as LossStep
+from contratile.bench.contestants.loss import Problem, quiet
+from contratile.bench.contestants.loss import Step as LossStep
+from contratile.bench.contestants.ring import RING_CONTESTANTS
 from contratile.bench.harness import GemmLimit, Step, Timing, describe, interleave, turn, wall_time
 from contratile.bench.memory import extra_peak, warm_up
-from contratile.bench.ring_cases import RING_CONTESTANTS
 from contratile.bench.traffic import bytes_sent
-from contratile.ring import Mail, Ring, RingPass, Tensors
-from contratile.team import Team
+from contratile.ring.ring import Mail, Ring, RingPass, Tensors
+from contratile.ring.team import Team
 
 OURS = "contratile"
 

@@ -8,8 +8,8 @@ from dataclasses import asdict
 
 import torch
 
-from contratile.cli.checkup import Findings, all_devices, examine
 from contratile.cli.options import Parser
+from contratile.doctor.checkup import Findings, all_devices, examine
 
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 """Title, headings, rows."""

@@ -61,11 +61,11 @@ def _evaluate(options: Any) -> None:
     from rich.console import Console
 
     from contratile.data.catalog import open_source
+    from contratile.report.wording import side_names, table
     from contratile.train.evaluate import TEMPLATES, best_device, chance, encode, labelled, not_finite, retrieval
     from contratile.train.evaluate import zero_shot as classified
     from contratile.train.finish import left_out, load_run
     from contratile.train.loop import check_kinds
-    from contratile.train.words import side_names, table
 
     # Files are read first: a wrong name is told before the work.
     names = lines(options.classes) if options.classes else []

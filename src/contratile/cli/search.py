@@ -11,8 +11,8 @@ from contratile.errors import bad_value
 from contratile.printable import printable
 
 if TYPE_CHECKING:
-    from contratile.train.gallery import Side
-    from contratile.train.report import SheetRow
+    from contratile.report.gallery import Side
+    from contratile.report.html import SheetRow
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,9 +46,9 @@ def _search(options: Any) -> None:
     import torch
 
     from contratile.data.images import SUFFIXES
+    from contratile.report.gallery import found_rows, load_gallery
     from contratile.train.checkpoint import step_name
     from contratile.train.finish import load_run
-    from contratile.train.gallery import found_rows, load_gallery
 
     run, query = options.run, printable(" ".join(options.query))
     if options.out is not None and options.out.is_dir():
@@ -94,8 +94,8 @@ def _show_pictures(row: "SheetRow", out: Path, k: int) -> None:
     from rich.console import Console
 
     from contratile.data.files import written_whole
-    from contratile.train.preview import preview
-    from contratile.train.report import contact_sheet, png
+    from contratile.report.html import contact_sheet, png
+    from contratile.report.preview import preview
 
     console = Console()
     if console.is_terminal:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from math import ceil
 
 from contratile.cli.options import Parser
-from contratile.tiles import MiB, plan_tiles
+from contratile.engine.plan import MiB, plan_tiles
 
 MOST = 10_000_000
 """Tiles that are counted in seconds."""

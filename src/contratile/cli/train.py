@@ -24,7 +24,7 @@ def train(argv: Sequence[str]) -> int:
     import torch
 
     from contratile.data.workers import DIED, is_death
-    from contratile.team import RankLost, watched
+    from contratile.ring.team import RankLost, watched
 
     config = parse(argv)
     try:
@@ -101,11 +101,11 @@ def check_out(out: Path, recipe: Path) -> None:
 def _train(config: "TrainConfig") -> int:
     from rich.console import Console
 
+    from contratile.report.wording import table
     from contratile.train.evaluate import chance
     from contratile.train.finish import finish
     from contratile.train.header import header
     from contratile.train.loop import BEST, Trainer
-    from contratile.train.words import table
 
     console = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
     with console.status("preparing data and towers") as status:

@@ -27,7 +27,7 @@ from contratile.grad_cache.offload import OFFLOADS, Offload, make_shelf
 from contratile.grad_cache.progress import Progress, RichBar, silent
 from contratile.grad_cache.replay import Autocast, RandomState, copy_buffers, devices_of, put_back
 from contratile.grad_cache.wrappers import unsynchronised
-from contratile.team import Group, Team
+from contratile.ring.team import Group, Team
 
 
 class GradCache:

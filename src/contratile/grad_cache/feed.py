@@ -19,7 +19,7 @@ from contratile.grad_cache.auto import Trial, largest_chunk
 from contratile.grad_cache.chunks import Encoder, Nest, blocks, cut, is_whole, parts, rows_of
 from contratile.grad_cache.encoded import Side
 from contratile.grad_cache.wrappers import check_equal_counts, is_sharded, wrappers_of
-from contratile.team import Group, Team
+from contratile.ring.team import Group, Team
 
 ChunkSize: TypeAlias = "int | Sequence[int] | Literal['auto']"
 

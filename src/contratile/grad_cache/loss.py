@@ -16,7 +16,7 @@ from contratile.errors import bad_value
 from contratile.grad_cache.chunks import map_tensors
 from contratile.grad_cache.encoded import Encoded
 from contratile.grad_cache.wrappers import wrappers_of
-from contratile.team import Team
+from contratile.ring.team import Team
 
 
 class LossCall:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from contratile.errors import bad_value
-from contratile.team import Team
+from contratile.ring.team import Team
 
 
 def wrappers_of(module: nn.Module) -> list[nn.Module]:

@@ -10,7 +10,7 @@ directions at once, at half the work, are `contratile.clip_loss(image, text, sca
 
 from torch import Tensor
 
-from contratile.functional import info_nce
+from contratile.losses.functional import info_nce
 
 
 def cal_inf_loss(

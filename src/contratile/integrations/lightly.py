@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from contratile.errors import bad_value, check_features, check_pairs
-from contratile.functional import nt_xent, pair_lse
 from contratile.integrations.attributes import CheckedModule
-from contratile.memory_queue import gather_rows
-from contratile.team import Team
+from contratile.losses.functional import nt_xent, pair_lse
+from contratile.losses.memory_queue import gather_rows
+from contratile.ring.team import Team
 
 
 class NTXentLoss(CheckedModule):

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from contratile.errors import bad_value, check_choice
-from contratile.functional import clip_loss, siglip_loss
 from contratile.integrations.attributes import CheckedModule
-from contratile.team import Team
+from contratile.losses.functional import clip_loss, siglip_loss
+from contratile.ring.team import Team
 
 DIST_IMPL = ("bidir", "shift", "reduce", "gather")
 

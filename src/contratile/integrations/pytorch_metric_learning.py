@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from contratile.contrast import as_tensor, class_losses
+from contratile.engine.autograd import Engine, pair_stats
+from contratile.engine.spec import Inputs, Task
 from contratile.errors import bad_value, check_features, check_temperature, check_transform, check_vector
 from contratile.integrations.attributes import CheckedModule
-from contratile.lse import Engine, pair_stats
-from contratile.ring import Ring
-from contratile.task import Inputs, Task
-from contratile.team import ALONE
+from contratile.losses.cross_entropy import as_tensor, class_losses
+from contratile.ring.ring import Ring
+from contratile.ring.team import ALONE
 
 
 class Sets(NamedTuple):

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from contratile.errors import bad_type, bad_value, check_choice, check_count, check_pairs
-from contratile.functional import clip_loss, info_nce
 from contratile.grad_cache import GradCache
 from contratile.grad_cache.chunks import cut
 from contratile.grad_cache.offload import Offload
 from contratile.integrations.attributes import CheckedModule
+from contratile.losses.functional import clip_loss, info_nce
 
 Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]
 Similarity = Callable[[Tensor, Tensor], Tensor]

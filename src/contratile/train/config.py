@@ -22,8 +22,8 @@ from contratile.data.catalog import DataConfig
 from contratile.data.files import written_whole
 from contratile.data.foreign import Foreign
 from contratile.errors import bad_type, bad_value, check_choice, check_count, check_size
+from contratile.models.towers import TowerConfig
 from contratile.train.optim import OptimConfig
-from contratile.train.towers import TowerConfig
 
 LossName = Literal["clip", "infonce", "siglip", "ntxent", "supcon"]
 

@@ -18,8 +18,8 @@ from contratile.data.loader import BROKEN_LIMIT, Loader
 from contratile.data.sample import Indexed, Stream
 from contratile.errors import bad_value
 from contratile.metrics import retrieval_metrics, zero_shot_metrics
-from contratile.train.towers import Tower, Towers
-from contratile.train.words import PAIRWISE
+from contratile.models.towers import Tower, Towers
+from contratile.report.wording import PAIRWISE
 
 TEMPLATES = ("{}", "a photo of a {}.", "a picture of {}.")
 KS = (1, 5, 10)

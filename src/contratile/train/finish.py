@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from contratile.data.files import written_whole
 from contratile.data.sample import Source
+from contratile.engine.plan import plan_tiles
 from contratile.errors import bad_value
-from contratile.tiles import plan_tiles
+from contratile.models.towers import Towers, build_towers, check_recipe, load_weights
+from contratile.report.gallery import GALLERY, Gallery, Side, found_rows, make_gallery, save_gallery
+from contratile.report.html import SheetRow, contact_sheet, png, write_report
+from contratile.report.tracking import DENSE_MATRICES, history, size
 from contratile.train import checkpoint
 from contratile.train.config import CONFIG, TrainConfig, load_config, to_dict
 from contratile.train.evaluate import Encoded, chance
-from contratile.train.gallery import GALLERY, Gallery, Side, found_rows, make_gallery, save_gallery
 from contratile.train.places import absent_towers
-from contratile.train.report import SheetRow, contact_sheet, png, write_report
-from contratile.train.towers import Towers, build_towers, check_recipe, load_weights
-from contratile.train.track import DENSE_MATRICES, history, size
 
 if TYPE_CHECKING:
     from contratile.train.loop import Outcome

@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from contratile.data.sample import Indexed, Source
-from contratile.train.words import columns_of
+from contratile.report.wording import columns_of
 
 if TYPE_CHECKING:
+    from contratile.models.towers import Tower
     from contratile.train.loop import Trainer
-    from contratile.train.towers import Tower
 
 
 def header(trainer: Trainer) -> list[str]:

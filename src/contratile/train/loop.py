@@ -27,14 +27,25 @@ from contratile.data.loader import Batch, Loader
 from contratile.data.sample import Indexed, Source
 from contratile.errors import bad_value
 from contratile.grad_cache import GradCache
-from contratile.normalized import warn_not_normalized
+from contratile.losses.normalized import warn_not_normalized
+from contratile.models.locked import kept_outputs, rows_of
+from contratile.models.towers import (
+    Finish,
+    Tower,
+    Towers,
+    build_towers,
+    check_recipe,
+    recipe_checksums,
+    save_recipe,
+)
+from contratile.report.tracking import Tracker
+from contratile.report.wording import side_names
 from contratile.train import checkpoint
 from contratile.train.claim import claim
 from contratile.train.config import CONFIG, TrainConfig, load_config, save_config, to_dict
 from contratile.train.evaluate import Encoded, encode, not_finite, retrieval, to_device
 from contratile.train.finish import is_finished
 from contratile.train.launch import join
-from contratile.train.locked import kept_outputs, rows_of
 from contratile.train.objective import Objective
 from contratile.train.optim import clamp_scale, learning_rate, make_optimizer, resolved
 from contratile.train.places import located
@@ -49,17 +60,6 @@ from contratile.train.sharding import (
     without_foreach,
 )
 from contratile.train.stopping import signals
-from contratile.train.towers import (
-    Finish,
-    Tower,
-    Towers,
-    build_towers,
-    check_recipe,
-    recipe_checksums,
-    save_recipe,
-)
-from contratile.train.track import Tracker
-from contratile.train.words import side_names
 
 SIDES = ("left", "right")
 BEST = "text_to_image_R@10"

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contratile import functional
-from contratile.contrast import BatchStats
-from contratile.normalized import typical_norms
+from contratile.losses import functional
+from contratile.losses.cross_entropy import BatchStats
+from contratile.losses.normalized import typical_norms
 from contratile.train.config import LossConfig
 
 

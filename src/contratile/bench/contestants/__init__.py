@@ -1,0 +1,1 @@
+"""Contestants of `contratile bench`, by what they contest."""

@@ -1,0 +1,1 @@
+"""What `contratile doctor` examines."""

@@ -1,0 +1,1 @@
+"""The primitive: statistics of scores tile by tile, and their gradient."""

@@ -1,0 +1,136 @@
+"""Which backend carries out a call: `triton` for what its kernels cover, where they run, and `torch` for the rest."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from contratile.engine.backends import torch_tiles
+from contratile.engine.backends.block import Given, Gradients, KernelError, Levels, Scores, Tensors, Tiles
+from contratile.engine.spec import Inputs, Task
+from contratile.errors import bad_value
+
+TRITON = (3, 7)
+"""The oldest version that the kernels are written for."""
+
+NOT_COVERED: dict[str, Callable[[Inputs, Task], bool]] = {
+    "margin": lambda x, task: task.filters,
+    "return_stats": lambda x, task: task.ranks,
+    "cache_bytes": lambda x, task: task.cache_bytes > 0,
+    "float64": lambda x, task: x.query.dtype == torch.float64,
+    "softplus of one set": lambda x, task: task.reduce == "softplus" and x.key is None,
+}
+"""What kernels leave to the torch backend."""
+
+
+def choose(x: Inputs, task: Task) -> Tiles:
+    """The backend for a call. `backend="triton"` raises where it cannot be had, "auto" takes the torch backend."""
+    if task.backend == "torch" or (task.backend == "auto" and not x.query.is_cuda):
+        return torch_tiles
+    asked = task.backend == "triton"
+    beyond = [name for name, asks in NOT_COVERED.items() if asks(x, task)]
+    if beyond:
+        if asked:
+            remedy = "Use backend='auto', which leaves such calls to the torch backend."
+            bad_value("backend='triton'", expected="what kernels cover", got=", ".join(beyond), remedy=remedy)
+        return torch_tiles
+    reason = unavailable(x.query.device)
+    if reason is not None:
+        if asked:
+            refuse(reason)
+        _warn(reason)
+        return torch_tiles
+    from contratile.engine.backends import triton_tiles
+
+    if x.query.dtype == torch.bfloat16 and triton_tiles.INTERPRETED and not triton_tiles.interprets_bf16():
+        refuse("Triton's interpreter, which multiplies bfloat16 wrongly", remedy="Check with float32 or float16.")
+    return triton_tiles if asked else KernelsOrTorch(x.query.device)
+
+
+def require(backend: str, device: torch.device) -> None:
+    """Refuse `backend="triton"` where it cannot run."""
+    reason = unavailable(device) if backend == "triton" else None
+    if reason is not None:
+        refuse(reason)
+
+
+def refuse(reason: str, remedy: str = "Use backend='auto' or backend='torch'.") -> NoReturn:
+    bad_value("backend='triton'", expected="a device and a Triton that kernels run on", got=reason, remedy=remedy)
+
+
+_failed: dict[torch.device, str] = {}
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why kernels cannot run on a device, if they cannot."""
+    return _failed.get(device) or _unavailable(device)
+
+
+@cache
+def _unavailable(device: torch.device) -> str | None:
+    if device.type not in ("cuda", "cpu"):
+        return f"a device of type {device.type}"
+    try:
+        import triton
+    except ImportError:
+        return "no Triton (pip install 'contratile[triton]')"
+    found = str(triton.__version__)
+    if tuple(int(number) for number in found.split(".")[:2]) < TRITON:
+        return f"Triton {found}, which is older than {'.'.join(map(str, TRITON))}"
+    from contratile.engine.backends import triton_tiles
+
+    if triton_tiles.INTERPRETED:
+        return None if device.type == "cpu" else "Triton's interpreter (TRITON_INTERPRET=1), which is for CPU tensors"
+    if device.type == "cpu":
+        return "CPU tensors, without TRITON_INTERPRET=1 in the environment before Triton is imported"
+    if triton_tiles.arch_of(device) is None:
+        return f"{torch.cuda.get_device_name(device)}, for which there is no launch table"
+    return None
+
+
+_warned: set[str] = set()
+
+
+def _warn(reason: str) -> None:
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(f"contratile uses the torch backend instead of its kernels: {reason}.", stacklevel=2)
+
+
+class KernelsOrTorch:
+    """The kernels and, from the first that cannot be built, the torch backend.
+
+    A kernel is built when it is first launched, before anything of the block was added anywhere.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def forward(self, scores: Scores, task: Task, levels: Levels, pos: Tensor | None) -> tuple[Tensors, Tensors]:
+        if self.device not in _failed:
+            from contratile.engine.backends import triton_tiles
+
+            try:
+                return triton_tiles.forward(scores, task, levels, pos)
+            except KernelError as error:
+                self._give_up(error)
+        return torch_tiles.forward(scores, task, levels, pos)
+
+    def backward(self, scores: Scores, task: Task, given: Given, into: Gradients) -> None:
+        if self.device not in _failed:
+            from contratile.engine.backends import triton_tiles
+
+            try:
+                return triton_tiles.backward(scores, task, given, into)
+            except KernelError as error:
+                self._give_up(error)
+        torch_tiles.backward(scores, task, given, into)
+
+    def _give_up(self, error: KernelError) -> None:
+        _failed[self.device] = str(error)
+        _warn(str(error))

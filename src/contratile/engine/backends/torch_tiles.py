@@ -1,0 +1,241 @@
+"""The tile engine in plain PyTorch: BLAS per tile, any device.
+
+Shapes: N queries, M keys, D features; a tile has R rows and C columns:
+
+    s_RC = (alpha * q_RD) k_CD^T + bias        alpha = scale * log2(e) for log-sum-exps in base 2
+
+One tile costs one product forward and up to three backward (scores again, query gradient, key gradient), and
+serves both directions. `forward` shows every tile to readers, which gather the statistics of a block of keys;
+`backward` adds a block's share to running gradients (`block.py`). What is made of a tile is in `torch_reductions.py`;
+the loops are here. Products are written in place or into given buffers, which also keeps autocast from rounding them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from contratile.engine.backends.block import (
+    Given,
+    Gradients,
+    Levels,
+    Scores,
+    Side,
+    Tensors,
+    accumulation_dtype,
+    as_tile,
+)
+from contratile.engine.backends.torch_reductions import (
+    Beaten,
+    Direction,
+    LseReader,
+    LseWeights,
+    RankReader,
+    Reader,
+    SoftplusReader,
+    SoftplusWeights,
+    Sums,
+    Weights,
+)
+from contratile.engine.plan import Tile, TilePlan
+from contratile.engine.rule import PairRule
+from contratile.engine.spec import Task
+from contratile.engine.stats import lowest, part
+
+
+def forward(scores: Scores, task: Task, levels: Levels, pos: Tensor | None) -> tuple[Tensors, Tensors]:
+    """Show every tile to the readers, after each row's positive score was written to `pos`."""
+    plan, rule = scores.plan, scores.rule
+    reader, ranks = _reader(scores, task, levels), _rank_reader(task, levels)
+    ws = Workspace(plan, scores.q, scores.key, tiles=2)
+    for block, tiles in plan.blocks():
+        q_RD = ws.query(scores.q, block, scores.on_queries)
+        for tile in tiles:
+            s_RC, spare_RC = scores.cached(tile), ws.tile(1, tile)
+            s_RC = ws.tile(0, tile) if s_RC is None else s_RC
+            scores.products(q_RD, ws.key(scores.key, tile.cols), tile, s_RC, spare_RC)
+            if not task.knows_positives:
+                scores.score_(s_RC)
+                if pos is not None:
+                    _read_positives(s_RC, tile, rule, pos)
+            rule.exclude_(s_RC, tile)
+            if ranks is not None:
+                ranks.read(s_RC, spare_RC, tile)
+            if task.knows_positives and not task.filters:
+                scores.score_(s_RC)
+            reader.read(s_RC, spare_RC, tile)
+    rows, cols = reader.parts()
+    if ranks is not None:
+        more_rows, more_cols = ranks.parts()
+        rows, cols = rows + more_rows, cols + more_cols
+    return rows, cols
+
+
+def _reader(scores: Scores, task: Task, levels: Levels) -> Reader:
+    n, m, alpha, rule = scores.plan.n, scores.plan.m, scores.alpha, scores.rule
+    if task.reduce == "softplus":
+        return SoftplusReader(rule, alpha.new_zeros(n), alpha.new_zeros(m) if task.cols else None)
+    row = Sums(n, alpha, _limit(levels.row, task)) if task.rows else None
+    col = Sums(m, alpha, _limit(levels.col, task)) if task.cols else None
+    return LseReader(rule, row, col, scores.score_)
+
+
+def _rank_reader(task: Task, levels: Levels) -> RankReader | None:
+    if not task.ranks:
+        return None
+    assert levels.row is not None
+    row = Beaten(levels.row, ties=task.ties)
+    return RankReader(row, None if levels.col is None or not task.cols else Beaten(levels.col, ties=task.ties))
+
+
+def _limit(level: Tensor | None, task: Task) -> Tensor | None:
+    return level - task.margin if level is not None and task.filters else None
+
+
+def positives(scores: Scores, level: Tensor) -> None:
+    """Write the product of each row with its positive, by computing the tiles that hold one: as `forward` will."""
+    plan = scores.plan
+    ws = Workspace(plan, scores.q, scores.key, tiles=2)
+    for block, tiles in plan.blocks():
+        q_RD = ws.query(scores.q, block, scores.on_queries)
+        for tile in tiles:
+            s_RC = ws.tile(0, tile)
+            if any(True for _ in scores.rule.places(s_RC, tile)):
+                scores.products(q_RD, ws.key(scores.key, tile.cols), tile, s_RC, ws.tile(1, tile))
+                _read_positives(s_RC, tile, scores.rule, level)
+
+
+def _read_positives(s_RC: Tensor, tile: Tile, rule: PairRule, pos: Tensor) -> None:
+    for at in rule.places(s_RC, tile):
+        known = part(pos, at.rows)
+        known.copy_(at.get(known))
+
+
+def backward(scores: Scores, task: Task, given: Given, into: Gradients) -> None:
+    """Add this block's share to the gradients.
+
+    g_RC = weights of s_RC, + pos_grad where a column is the row's positive
+    dq += alpha g k,   dk += g^T (alpha q),   dalpha += sum(g * (s - bias)) / alpha,   dbias += sum(g)
+    """
+    plan, rule, alpha = scores.plan, scores.rule, scores.alpha
+    dq, dk, dalpha, dbias, once = into
+    pos = given.pos
+    weights = _weights(scores, task, given)
+    assert dk is None or dk.dtype == alpha.dtype, "key gradients accumulate over row blocks, in full precision"
+    # sum(g * s) = <alpha q, g k>, so a query gradient gives dalpha at no cost; without one the scores must be kept.
+    keep_scores = dalpha is not None and dq is None
+    bias = scores.bias if keep_scores else None  # it would round the scores: they are kept without it
+    ws = Workspace(plan, scores.q, scores.key, tiles=3 if keep_scores else 2)
+    for block, tiles in plan.blocks() if plan.m else ():
+        plain_RD = ws.query(scores.q, block, scores.on_queries)
+        q_RD = plain_RD if scores.folded else ws.scaled_query(scores.q, block, alpha)
+        dq_RD = ws.query_grad(block)
+        for number, tile in enumerate(tiles):
+            # On the diagonal of symmetric scores a tile is its own transpose: with the weights of both sides one
+            # product does for two, and meets every pair twice.
+            twice = tile.rows == tile.cols and scores.k is None and dq is not None
+            if twice:
+                tile = tile._replace(mirrored=True)
+            k_CD = ws.key(scores.key, tile.cols)
+            g_RC, spare_RC = ws.tile(0, tile), ws.tile(1, tile)
+            s_RC = scores.cached(tile) if bias is None else None
+            if s_RC is None:
+                s_RC = ws.tile(2, tile) if keep_scores else g_RC
+                scores.products(plain_RD, k_CD, tile, s_RC, spare_RC)
+                if not task.filters:
+                    scores.score_(s_RC, bias=bias is None)
+                rule.exclude_(s_RC, tile)
+            weights.weigh(s_RC if bias is None else torch.add(s_RC, bias, out=g_RC), g_RC, spare_RC, tile)
+            for at in rule.places(g_RC, tile):
+                at.put_(weights.positive(at.rows, both=scores.k is not None or tile.mirrored))
+            if dq is not None:
+                dq_RD.addmm_(g_RC, k_CD, beta=min(number, 1))  # the first product writes, the others add
+            if dk is not None and not twice:
+                part(dk, tile.cols).addmm_(g_RC.t(), q_RD)
+            if dalpha is not None and twice:
+                dalpha -= torch.dot(q_RD.flatten(), dq_RD.flatten()) / (2 * alpha)
+            if dbias is not None:
+                dbias += g_RC.sum()
+            if dalpha is not None and keep_scores:
+                # An excluded pair has s = -inf and g = 0: its product is 0, not NaN. Positives always have a score.
+                torch.clamp(s_RC, min=lowest(s_RC.dtype), out=spare_RC)
+                if pos is not None and rule.exclude_self:
+                    assert bias is None
+                    for at in rule.places(spare_RC, tile):
+                        at.put_(pos[at.rows])
+                dalpha += spare_RC.mul_(g_RC).sum() / (scores.on_queries if task.filters else alpha)
+        if dalpha is not None and not keep_scores:
+            dalpha += torch.dot(q_RD.flatten(), dq_RD.flatten()) / alpha
+        if dq is not None and once:
+            torch.mul(dq_RD, alpha, out=part(dq, block))
+        elif dq is not None:
+            part(dq, block).add_(dq_RD.mul_(alpha))
+
+
+def _weights(scores: Scores, task: Task, given: Given) -> Weights:
+    alpha = scores.alpha
+    positives = {"labels": scores.rule.labels, "pos": given.pos, "pos_grad": given.pos_grad}
+    if task.reduce == "softplus":
+        sums = alpha.new_zeros(scores.plan.n) if given.row is None else given.row.grad
+        return SoftplusWeights(sums, None if given.col is None else given.col.grad, **positives)
+    factor = alpha.abs() if task.filters else None
+    row, col = (None if side is None else _direction(side, scores, task) for side in (given.row, given.col))
+    exclude_self = scores.rule.exclude_self
+    return LseWeights(row, col, **positives, mirrored=scores.k is None, exclude_self=exclude_self, factor=factor)
+
+
+def _direction(side: Side, scores: Scores, task: Task) -> Direction:
+    lse = side.lse
+    assert lse is not None
+    # Where pairs are left out, a row may have lost them all: a finite floor stands for its -inf.
+    if task.exclude_self or task.filters or scores.rule.query_ids is not None:
+        lse = lse.clamp(min=lowest(lse.dtype))
+    return Direction(lse, side.grad, _limit(side.level, task))
+
+
+class Workspace:
+    """The buffers that every tile of a pass is written into."""
+
+    def __init__(self, plan: TilePlan, q: Tensor, k: Tensor, *, tiles: int) -> None:
+        dtype = accumulation_dtype(q.dtype)
+        self._tiles = [torch.empty(plan.rows * plan.cols, dtype=dtype, device=q.device) for _ in range(tiles)]
+        self._query = torch.empty(plan.rows, plan.d, dtype=dtype, device=q.device)
+        self._scaled_query: Tensor | None = None
+        self._query_grad: Tensor | None = None
+        self._plan = plan
+        self._views: dict[int, Tensor] = {}
+        as_is = k.dtype == dtype and k.stride(1) == 1 and k.stride(0) >= k.shape[1]
+        self._key = None if as_is else torch.empty(plan.cols, plan.d, dtype=dtype, device=k.device)
+
+    def tile(self, index: int, tile: Tile) -> Tensor:
+        view = self._views.get(index)
+        if view is None or view.shape != tile.shape:  # most tiles have the shape of the one before
+            memory = part(self._tiles[index], slice(0, tile.end - tile.offset))
+            view = self._views[index] = as_tile(memory, tile, self._plan)
+        return view
+
+    def query(self, q: Tensor, rows: slice, factor: Tensor) -> Tensor:
+        """A block of queries in the accumulation dtype, times a factor."""
+        return _times(part(q, rows), factor, self._query)
+
+    def scaled_query(self, q: Tensor, rows: slice, alpha: Tensor) -> Tensor:
+        """The same beside it, with another factor."""
+        if self._scaled_query is None:
+            self._scaled_query = torch.empty_like(self._query)
+        return _times(part(q, rows), alpha, self._scaled_query)
+
+    def query_grad(self, rows: slice) -> Tensor:
+        """Room for the gradient of a block of queries."""
+        if self._query_grad is None:
+            self._query_grad = torch.empty_like(self._query)
+        return part(self._query_grad, slice(0, rows.stop - rows.start))
+
+    def key(self, k: Tensor, cols: slice) -> Tensor:
+        """A block of keys that BLAS takes: a view of the keys if their layout allows, else a copy of the block."""
+        block = part(k, cols)
+        return block if self._key is None else self._key[: len(block)].copy_(block)
+
+
+def _times(block: Tensor, factor: Tensor, buffer: Tensor) -> Tensor:
+    out = part(buffer, slice(0, len(block)))
+    return torch.mul(block, factor, out=out) if block.dtype == out.dtype else out.copy_(block).mul_(factor)

@@ -1,0 +1,438 @@
+"""The tile engine in Triton kernels: host code of `triton_kernels.py`.
+
+    forward     a tile of scores gives its row and column statistics and is gone                      1 product
+    backward    a chunk of g is written, then dq += g k and dk += g^T q are library products          3 products
+
+A launch is data before it is run, so that what tests compile ahead of time is what runs here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from subprocess import CalledProcessError
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.errors import TritonError
+
+from contratile.engine.backends import triton_configs, triton_kernels
+from contratile.engine.backends.block import Given, Gradients, KernelError, Levels, Scores, Side, Tensors
+from contratile.engine.backends.precision import library_products
+from contratile.engine.backends.triton_configs import Arch, Config, config_for, cut_backward, cut_forward, kind_of
+from contratile.engine.plan import plan_tiles
+from contratile.engine.rule import PairRule
+from contratile.engine.spec import Task
+from contratile.engine.stats import Stats
+
+GROUP = 8
+"""Row blocks that share the columns in the L2 cache."""
+
+MERGE_BLOCK, MERGE_PARTS = 128, 16
+
+INTERPRETED = not hasattr(triton_kernels.forward_tiles, "cache_key")
+"""TRITON_INTERPRET=1 was set before Triton was imported: kernels run on CPU tensors."""
+
+
+class Launch(NamedTuple):
+    """A kernel with everything that it is started with."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+    def run(self) -> None:
+        try:
+            self.kernel[self.grid](**self.arguments, **self.options)
+        except (TritonError, RuntimeError, OSError, ImportError, CalledProcessError) as error:
+            # The first launch builds the kernel. What fails on the device itself is no matter of building.
+            if INTERPRETED or isinstance(error, torch.OutOfMemoryError) or str(error).startswith("Triton Error"):
+                raise
+            first_line = next(iter(str(error).splitlines()), "")
+            what = f"the kernel {self.kernel.__name__} could not be built ({type(error).__name__}: {first_line})"
+            raise KernelError(what) from error
+
+
+class Device(NamedTuple):
+    """What launches are made for."""
+
+    arch: Arch
+    processors: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> Device:
+        if device.type == "cpu":  # interpreted
+            return cls(80, 1)
+        properties = torch.cuda.get_device_properties(device)
+        return cls(_arch(device), properties.multi_processor_count)
+
+
+@cache
+def _arch(device: torch.device) -> Arch:
+    arch = arch_of(device)
+    assert arch is not None, "the registry lets only known devices through"
+    return arch
+
+
+def arch_of(device: torch.device) -> Arch | None:
+    """The entry of the launch table for a CUDA or ROCm device, if it has one."""
+    if torch.version.hip is not None:
+        name = str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
+        return name if name in triton_configs.TABLE else None
+    return triton_configs.known_arch(torch.cuda.get_device_capability(device))
+
+
+class Call(NamedTuple):
+    """The arguments that all kernels of a block share."""
+
+    scores: Scores
+    task: Task
+    device: Device
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.device.arch, self.scores.q.dtype, self.task.precision)
+
+    @property
+    def config(self) -> Config:
+        softplus = self.task.reduce == "softplus"
+        crowded = self.scores.k is None or self.scores.rule.query_ids is not None or softplus
+        return config_for(self.device.arch, self.scores.q.shape[1], self.kind, self.task.tile or None, crowded=crowded)
+
+    def arguments(self) -> dict[str, Any]:
+        q, key, rule, config = self.scores.q, self.scores.key, self.scores.rule, self.config
+        return {
+            "query": q,
+            "key": key,
+            "alpha": _number(self.scores.alpha, q.device),
+            "bias": None if self.scores.bias is None else _number(self.scores.bias, q.device),
+            "labels": _dense(rule.labels),
+            "query_ids": _dense(rule.query_ids),
+            "key_ids": _dense(rule.key_ids),
+            "D": q.shape[1],
+            "q_row": q.stride(0),
+            "q_col": q.stride(1),
+            "k_row": key.stride(0),
+            "k_col": key.stride(1),
+            "SOFTPLUS": self.task.reduce == "softplus",
+            "SELF": rule.exclude_self,
+            "SYMMETRIC": self.scores.k is None,
+            "PRECISION": "ieee" if self.kind == "16-bit" else self.kind,
+            "EVEN_D": q.shape[1] % config.d == 0,
+            "BLOCK_M": config.m,
+            "BLOCK_N": config.n,
+            "BLOCK_D": config.d,
+        }
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> Launch:
+        config = self.config
+        return Launch(kernel, grid, arguments, _options(config.warps, config.stages))
+
+
+def _options(warps: int, stages: int) -> dict[str, Any]:
+    return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+
+
+def _number(x: Tensor, device: torch.device) -> Tensor:
+    """A 0-d tensor on the device, from the CPU by its value: a copy would wait for the device."""
+    return torch.scalar_tensor(x.item(), device=device) if x.is_cpu else x.to(device, torch.float32)
+
+
+def _dense(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+# --- forward ------------------------------------------------------------------------------------------------------
+
+
+def forward(scores: Scores, task: Task, levels: Levels, pos: Tensor | None) -> tuple[Tensors, Tensors]:
+    """Statistics of the block's rows and columns; each row's positive score is written to `pos`."""
+    assert levels.row is None or not task.knows_positives, "kernels do not compare with positives"
+    q, key = scores.q, scores.key
+    lse = task.reduce == "lse"
+    row = _nothing(len(q), q.device, lse=lse) if task.rows or not lse else ()
+    col = _nothing(len(key), q.device, lse=lse) if task.cols else ()
+    if len(q) and len(key):
+        with _on(q.device):
+            for launch in forward_launches(Call(scores, task, Device.of(q.device)), row, col, pos):
+                launch.run()
+    return row, col
+
+
+def _nothing(n: int, device: torch.device, *, lse: bool) -> Tensors:
+    stats = Stats.empty(n, dtype=torch.float32, device=device)
+    return tuple(stats) if lse else (stats.total,)
+
+
+def forward_launches(call: Call, row: Tensors, col: Tensors, pos: Tensor | None) -> Iterator[Launch]:
+    """For each chunk of row blocks: the tiles, and the merge of what they left into the statistics."""
+    scores, config = call.scores, call.config
+    n, m = len(scores.q), len(scores.key)
+    symmetric = scores.k is None
+    workspace = triton_configs.WORKSPACE_BYTES
+    parted = bool(col) or symmetric  # the columns of symmetric scores are rows
+    blocks, span, splits = cut_forward(
+        n, m, config, processors=call.device.processors, cols=parted, workspace=workspace
+    )
+    part_rows = min(n, blocks * config.m)
+    row_parts = [scores.q.new_empty(splits, part_rows, dtype=torch.float32) for _ in row]
+    into = row if symmetric else col
+    col_parts = [scores.q.new_empty(blocks, m, dtype=torch.float32) for _ in into]
+    shared = call.arguments() | _named("row", row_parts) | _named("col", col_parts)
+    shared |= {"pos": pos, "N": n, "M": m, "span": span, "part_rows": part_rows}
+    if pos is None:
+        shared["labels"] = None
+    for first in range(0, -(-n // config.m), blocks):
+        count = min(blocks, -(-n // config.m) - first)
+        yield call.launch(triton_kernels.forward_tiles, (count, splits), shared | {"first": first})
+        rows = slice(first * config.m, min(n, (first + count) * config.m))
+        if row:
+            yield _merge([x[rows] for x in row], row_parts, splits)
+        if into:
+            yield _merge(into, col_parts, count, first=first, triangle=config.m if symmetric else 0)
+
+
+def _named(side: str, parts: Tensors | list[Tensor]) -> dict[str, Tensor | None]:
+    """Statistics by the names that kernels have for them; sums have no level."""
+    level, total = (None, None) if not parts else (None if len(parts) == 1 else parts[0], parts[-1])
+    return {f"{side}_level": level, f"{side}_total": total}
+
+
+def _merge(
+    into: Tensors | list[Tensor], parts: list[Tensor], count: int, *, first: int = 0, triangle: int = 0
+) -> Launch:
+    level, total = into if len(into) == 2 else (None, *into)
+    arguments = {
+        "level": level,
+        "total": total,
+        "part_level": None if level is None else parts[0],
+        "part_total": parts[-1],
+        "parts": count,
+        "count": len(into[0]),
+        "stride": parts[0].stride(0),
+        "first": first,
+        "TRIANGLE": triangle,
+        "BLOCK_P": MERGE_PARTS,
+        "BLOCK": MERGE_BLOCK,
+    }
+    return Launch(triton_kernels.merge_parts, (-(-len(into[0]) // MERGE_BLOCK),), arguments, _options(4, 2))
+
+
+# --- backward -----------------------------------------------------------------------------------------------------
+
+
+def backward(scores: Scores, task: Task, given: Given, into: Gradients) -> None:
+    """Add this block's share to the gradients.
+
+        dq += alpha g k,   dk += alpha g^T q,   dalpha += sum(g <q, k>),   dbias += sum(g)
+
+    Chunks of g are written in the features' dtype. Inside, the upstream gradients are brought near 1, as 1 / N would
+    underflow in fp16; what is gained and alpha are put on at the end, in fp32.
+    """
+    q, (dq, dk, dalpha, dbias, _) = scores.q, into
+    if not len(q) or not len(scores.key) or not _upstream(given):
+        return
+    with _on(q.device):
+        given, peak = _near_one(given, fp16=q.dtype == torch.float16)
+        alpha = _number(scores.alpha, q.device)
+        factor = alpha * peak
+        call = Call(scores, task, Device.of(q.device))
+        write, add_up = dq is not None or dk is not None, dalpha is not None or dbias is not None
+        chunks = Chunks(call, given, write=write, add_up=add_up)
+        if scores.k is None:
+            _products_of_one_set(chunks, q, dq, factor)
+        else:
+            _products_of_two_sets(chunks, q, scores.k, into, factor)
+        weighed, plain = chunks.sums * peak
+        if scores.bias is None:
+            weighed = weighed / alpha
+        for total, more in ((dalpha, weighed), (dbias, plain)):
+            if total is not None:
+                total += more.to(total.device)
+
+
+def _products_of_two_sets(chunks: Chunks, q: Tensor, k: Tensor, into: Gradients, factor: Tensor) -> None:
+    dq, dk = into.dq, into.dk
+    room = None if dq is None else q.new_empty(chunks.cut.rows, q.shape[1], dtype=torch.float32)
+    for rows in chunks.row_slices():
+        dq_RD = None if room is None else room[: rows.stop - rows.start]
+        for number, cols in enumerate(chunks.col_slices(rows)):
+            g_RC = chunks.compute(rows, cols)
+            if dq_RD is not None:
+                add_product_(dq_RD, g_RC, k[cols], first=number == 0)
+            if dk is not None:
+                add_product_(dk[cols], g_RC.t(), q[rows])
+        if dq is not None and dq_RD is not None:
+            if into.once:
+                torch.mul(dq_RD, factor, out=dq[rows])
+            else:
+                dq[rows].addcmul_(dq_RD, factor)
+    if dk is not None:
+        dk.mul_(factor)
+
+
+def _products_of_one_set(chunks: Chunks, q: Tensor, dq: Tensor | None, factor: Tensor) -> None:
+    """Chunks on and above the diagonal. Those above stand for their transposes too; those on it hold both sides."""
+    for rows in chunks.row_slices():
+        for cols in chunks.col_slices(rows):
+            g_RC = chunks.compute(rows, cols)
+            if dq is not None:
+                add_product_(dq[rows], g_RC, q[cols])
+                if rows != cols:
+                    add_product_(dq[cols], g_RC.t(), q[rows])
+    if dq is not None:
+        dq.mul_(factor)
+
+
+class Chunks:
+    """The chunks of g and the sums over them."""
+
+    def __init__(self, call: Call, given: Given, *, write: bool, add_up: bool) -> None:
+        scores, config = call.scores, call.config
+        q, symmetric = scores.q, scores.k is None
+        self.n, self.m, self.symmetric = len(q), len(scores.key), symmetric
+        self.call, self.given = call, given
+        self.cut = cut_backward(
+            self.n,
+            self.m,
+            config,
+            itemsize=q.dtype.itemsize,
+            symmetric=symmetric,
+            workspace=triton_configs.WORKSPACE_BYTES,
+        )
+        rows, cols = self.cut
+        high, wide = -(-rows // config.m), -(-cols // config.n)
+        # In whole tiles: kernels write 16 bytes at a time, whatever the end of a chunk.
+        self.grad = q.new_empty(high * config.m, wide * config.n) if write else None
+        self.parts = q.new_empty(high * wide, 2, dtype=torch.float32) if add_up else None
+        self.sums = q.new_zeros(2, dtype=torch.float32)
+        col = given.row if symmetric else given.col
+        self.arguments = call.arguments() | _side("row", given.row) | _side("col", col)
+        self.arguments |= {"pos": given.pos, "pos_grad": given.pos_grad, "GROUP": GROUP}
+        if given.pos is None:
+            self.arguments["labels"] = None
+
+    def row_slices(self) -> Iterator[slice]:
+        return _slices(0, self.n, self.cut.rows)
+
+    def col_slices(self, rows: slice) -> Iterator[slice]:
+        return _slices(rows.start if self.symmetric else 0, self.m, self.cut.cols)
+
+    def launch(self, rows: slice, cols: slice) -> Launch:
+        config = self.call.config
+        programs = -(-(rows.stop - rows.start) // config.m) * -(-(cols.stop - cols.start) // config.n)
+        chunk = {"first_row": rows.start, "rows_end": rows.stop, "first_col": cols.start, "cols_end": cols.stop}
+        stride = 0 if self.grad is None else self.grad.stride(0)
+        arguments = self.arguments | chunk | {"grad": self.grad, "grad_row": stride, "sums": self.parts}
+        return self.call.launch(triton_kernels.gradient_tiles, (programs,), arguments)
+
+    def compute(self, rows: slice, cols: slice) -> Tensor:
+        """g of the chunk; of symmetric scores for both sides of every pair, those on the diagonal chunk twice."""
+        launch = self.launch(rows, cols)
+        launch.run()
+        if self.parts is not None:
+            share = 0.5 if self.symmetric and rows == cols else 1.0
+            self.sums += self.parts[: launch.grid[0]].sum(0) * share
+        return self.sums[:0] if self.grad is None else self.grad[: rows.stop - rows.start, : cols.stop - cols.start]
+
+
+def _slices(start: int, stop: int, step: int) -> Iterator[slice]:
+    return (slice(at, min(at + step, stop)) for at in range(start, stop, step))
+
+
+def _side(name: str, side: Side | None) -> dict[str, Tensor | None]:
+    return {f"{name}_lse": None if side is None else side.lse, f"{name}_grad": None if side is None else side.grad}
+
+
+def _upstream(given: Given) -> list[Tensor]:
+    sides = [side.grad for side in (given.row, given.col) if side is not None]
+    return sides if given.pos_grad is None else [*sides, given.pos_grad]
+
+
+def _near_one(given: Given, *, fp16: bool) -> tuple[Given, Tensor]:
+    """The upstream gradients over a power of two close to the largest of them, and what they were divided by.
+
+    In fp16 they stay 12 bits larger, which its exponents have to spare: the small weights of large batches stay normal.
+    """
+    largest = torch.stack([grad.abs().amax() for grad in _upstream(given)]).amax()
+    peak = torch.ldexp(torch.ones_like(largest), largest.frexp().exponent - (13 if fp16 else 1))
+    row, col = (None if side is None else _scaled(side, peak) for side in (given.row, given.col))
+    pos_grad = None if given.pos_grad is None else (given.pos_grad / peak).contiguous()
+    return Given(row, col, given.pos, pos_grad), peak
+
+
+def _scaled(side: Side, peak: Tensor) -> Side:
+    lse = None if side.lse is None else side.lse.clamp(min=torch.finfo(torch.float32).min).contiguous()
+    return Side(lse, (side.grad / peak).contiguous(), None)
+
+
+def add_product_(into: Tensor, a: Tensor, b: Tensor, *, first: bool = False) -> None:
+    """into += a b, or into = a b for the first of many; 16-bit factors are summed in fp32."""
+    beta = 0 if first else 1
+    if a.dtype == into.dtype:
+        into.addmm_(a, b, beta=beta)
+    elif adds_in_fp32(into.device, a.dtype):
+        torch.addmm(into, a, b, out_dtype=torch.float32, beta=beta, out=into)
+    else:
+        with library_products("tf32", into):  # TF32 holds every 16-bit number
+            into.addmm_(a.to(into.dtype), b.to(into.dtype), beta=beta)
+
+
+@cache
+def adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether PyTorch multiplies 16-bit matrices into an fp32 one in place here: tried once, on a small example."""
+    ones, total = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(16, 16, device=device)
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, beta=1, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((total == 17).all())
+
+
+@cache
+def interprets_bf16() -> bool:
+    """Whether the interpreter knows bfloat16: Triton's own multiplies its bits as if they were whole numbers."""
+    ones = torch.ones(1, 16, dtype=torch.bfloat16)
+    scores = Scores(ones, ones, torch.ones(()), None, PairRule(), plan_tiles(1, 1, 16), ones[:0])
+    ((level, total), _) = forward(scores, Task(cols=False, tile=16), Levels(None, None), None)
+    return level.tolist() == [16.0] and total.tolist() == [1.0]
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+# --- ahead of time ------------------------------------------------------------------------------------------------
+
+RULES = ("clip", "one set", "ids", "softplus")
+
+
+def sample_launches(
+    arch: Arch, d: int, dtype: torch.dtype, precision: str = "ieee", rule: str = "clip", n: int = 4096
+) -> list[Launch]:
+    """The launches of a typical call on some architecture, each kernel once, on tensors without memory."""
+    meta = torch.device("meta")
+    q, k = (torch.empty(n, d, dtype=dtype, device=meta) for _ in range(2))
+    one_set, softplus = rule == "one set", rule == "softplus"
+    labels, ids, vector = (torch.empty(n, dtype=x, device=meta) for x in (torch.int64, torch.int64, torch.float32))
+    scalar = torch.empty((), device=meta)
+    pairs = PairRule(
+        labels=labels,
+        exclude_self=one_set,
+        query_ids=ids if rule == "ids" else None,
+        key_ids=ids if rule == "ids" else None,
+    )
+    plan = plan_tiles(n, n, d, symmetric=one_set)
+    scores = Scores(q, None if one_set else k, scalar, scalar if softplus else None, pairs, plan, vector[:0])
+    task = Task("softplus" if softplus else "lse", cols=not one_set and not softplus, precision=precision)
+    call = Call(scores, task, Device(arch, 108))
+    statistics: Tensors = (vector,) if softplus else (vector, vector)
+    side = Side(None if softplus else vector, vector, None)
+    given = Given(side, side if task.cols else None, vector, None if softplus else vector)
+    found = list(forward_launches(call, statistics, statistics if task.cols else (), vector))
+    found.append(Chunks(call, given, write=True, add_up=True).launch(slice(0, n), slice(0, n)))
+    return list({launch.kernel.__name__: launch for launch in reversed(found)}.values())[::-1]

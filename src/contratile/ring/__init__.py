@@ -1,0 +1,1 @@
+"""The ranks that share a loss, and how blocks travel among them."""

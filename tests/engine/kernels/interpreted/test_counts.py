@@ -1,0 +1,98 @@
+"""Flops and bytes that kernels spend, counted, equal the formulas that the documentation quotes."""
+
+from tests.engine.kernels.interpreted.battery import numbers  # isort: skip  # first: it sets the mode of Triton
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import contratile as ct
+from contratile.engine.backends import triton_configs
+from contratile.engine.backends.triton_configs import TABLE, config_for, kind_of
+from tests.engine.kernels.interpreter import launches
+from tests.engine.kernels.traffic import Step
+from tests.losses.test_cost import Meter
+
+ROOT = Path(__file__).parents[4]
+HOW: dict[str, Any] = {"backend": "triton", "tile": 16, "group": None}
+
+
+def dtype_of(kind: str) -> torch.dtype:
+    return {"bf16": torch.bfloat16}.get(kind, torch.float32)
+
+
+@pytest.mark.parametrize("workspace", [2048, 1 << 20])
+@pytest.mark.parametrize(("n", "d"), [(48, 32), (64, 64), (41, 27)])
+@pytest.mark.parametrize("kind", ["bf16", "ieee"])
+def test_bytes_are_those_of_the_formula(
+    kind: str, n: int, d: int, workspace: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_configs, "WORKSPACE_BYTES", workspace)
+    q, k = (numbers(n, d, seed=seed, kind=kind).requires_grad_() for seed in (1, 2))
+    scale = torch.tensor(5.0, requires_grad=True)
+    config = config_for(80, d, kind_of(80, dtype_of(kind), "ieee"), tile=16)
+    step = Step(n, d, q.dtype.itemsize, config, processors=1, workspace=workspace)
+    ct.clip_loss(q, k, scale, **HOW)  # the first call of all tries the backend out
+    with launches() as seen:
+        loss = ct.clip_loss(q, k, scale, **HOW)
+        assert (seen.loaded, seen.stored) == step.forward()
+    with launches() as seen:
+        loss.backward()
+        assert (seen.loaded, seen.stored) == step.gradient()
+
+
+@pytest.mark.parametrize("kind", ["bf16", "ieee"])
+def test_four_products(kind: str) -> None:
+    n, d = 64, 32
+    q, k = (numbers(n, d, seed=seed, kind=kind).requires_grad_() for seed in (1, 2))
+    scale = torch.tensor(5.0, requires_grad=True)
+    one = 2 * n * n * d
+    with launches() as seen, Meter() as meter:
+        loss = ct.clip_loss(q, k, scale, **HOW)
+        assert (seen.flops, meter.flops) == (one, 0)
+        torch.autograd.grad(loss, [q, k, scale], retain_graph=True)
+        assert (seen.flops, meter.flops) == (2 * one, 2 * one)
+    for wanted, kernels, library in (([q], 1, 1), ([k, scale], 1, 1), ([scale], 1, 0)):
+        with launches() as seen, Meter() as meter:
+            leaves = [x.detach().requires_grad_(any(x is w for w in wanted)) for x in (q, k, scale)]
+            loss = ct.clip_loss(leaves[0], leaves[1], leaves[2], **HOW)
+            torch.autograd.grad(loss, [x for x in leaves if x.requires_grad])
+        assert (seen.flops, meter.flops) == ((1 + kernels) * one, library * one)
+
+
+def test_one_set_costs_half() -> None:
+    """Forward: the tiles on and above the diagonal. Backward, in one chunk: every tile, and one product for both."""
+    n, d = 64, 32
+    z = numbers(n, d, seed=1, kind="bf16").requires_grad_()
+    with launches() as seen, Meter() as meter:
+        row, _ = ct.pair_lse(z, None, 5.0, **HOW)
+        assert seen.flops == 2 * n * (n + 16) // 2 * d
+        torch.autograd.grad(row.sum(), z)
+    assert (seen.flops, meter.flops) == (2 * n * (n + 16) // 2 * d + 2 * n * n * d, 2 * n * n * d)
+
+
+def test_no_large_tensor_is_made() -> None:
+    """Beyond gradients and an fp32 accumulator of the keys' gradient: the workspace and vectors."""
+    n, d, workspace = 192, 16, 4096
+    q, k = (numbers(n, d, seed=seed, kind="bf16").requires_grad_() for seed in (1, 2))
+    with pytest.MonkeyPatch.context() as patch, Meter() as meter:
+        patch.setattr(triton_configs, "WORKSPACE_BYTES", workspace)
+        loss = ct.clip_loss(q, k, 5.0, **HOW)
+        torch.autograd.grad(loss, [q, k])
+    allowed = max(workspace, 8 * n, n * d * 4)
+    assert meter.largest() <= allowed
+
+
+def test_traffic_of_a_large_batch() -> None:
+    """N = 32k, D = 512, bf16: the paper's kernels move 825 GB."""
+    for arch in TABLE:
+        config = config_for(arch, 512, "16-bit")
+        step = Step(32768, 512, 2, config, processors=108, workspace=triton_configs.WORKSPACE_BYTES)
+        assert step.total <= 80e9, (arch, step.total)
+    step = Step(32768, 512, 2, config_for(80, 512, "16-bit"), 108, triton_configs.WORKSPACE_BYTES)
+    parts = [step.forward().total, step.gradient().total, step.products().total]
+    forward, gradient, products = (f"{part / 1e9:.0f} GB" for part in parts)
+    row = f"| {step.total / 1e9:.0f} GB | forward {forward}, G {gradient}, two library products {products} |"
+    assert row in (ROOT / "docs/kernels.md").read_text()

@@ -1,0 +1,202 @@
+"""The public losses with `backend="triton"`: the same as fp64 and as the torch backend, on one rank and on two."""
+
+from tests.engine.kernels.interpreted.battery import numbers, to_tf32  # isort: skip  # first: it sets the mode of Triton
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import contratile as ct
+from contratile.engine.backends import triton_configs
+from tests.engine.kernels.interpreter import launches
+from tests.helpers import randn, run
+from tests.ranks import pool
+
+N, D = 34, 19
+IDS = torch.arange(N) // 2
+EXTRA, HARD = numbers(21, D, seed=5, kind="ieee"), numbers(N * 2, D, seed=6, kind="ieee").view(N, 2, D)
+
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "clip": lambda q, k, s, **how: ct.clip_loss(q, k, s, **how),
+    "clip with options": lambda q, k, s, **how: ct.clip_loss(
+        q, k, s, ids=IDS, extra_keys=EXTRA.to(q), hard_negatives=HARD.to(q), label_smoothing=0.1, **how
+    ),
+    "info_nce": lambda q, k, s, **how: ct.info_nce(q, k, s, labels=(torch.arange(N) * 5) % N, **how),
+    "nt_xent": lambda q, k, s, **how: ct.nt_xent(q, k, 1 / s, **how),
+    "sup_con": lambda q, k, s, **how: ct.sup_con(torch.cat([q, k]), torch.cat([IDS, IDS]) % 5, 1 / s, **how),
+    "siglip": lambda q, k, s, **how: ct.siglip_loss(q, k, s, 0.3 * s - 5, **how),
+    "pair_lse": lambda q, k, s, **how: torch.cat(ct.pair_lse(q, k, s, **how)).mean(),
+}
+HOW: dict[str, Any] = {"backend": "triton", "tile": 16, "group": None}
+# 8 roundings of a score of up to 6, and one of 16-bit gradients.
+TOLERANCE = {"ieee": 8 * 2**-23 * 7, "bf16": 8e-3, "fp16": 1e-3}
+SCALE = torch.tensor(6.0)
+
+
+@pytest.fixture(autouse=True)
+def several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_configs, "WORKSPACE_BYTES", 4096)
+
+
+def close(got: Tensor, true: Tensor, tolerance: float) -> None:
+    error = float((got.double() - true).abs().max())
+    assert error <= tolerance * max(1e-3, float(true.abs().max())), (error, float(true.abs().max()))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("kind", TOLERANCE)
+def test_every_loss(kind: str, name: str) -> None:
+    q, k = numbers(N, D, seed=1, kind=kind), numbers(N, D, seed=2, kind=kind)
+    exact = run(lambda *x: LOSSES[name](*x, backend="dense", group=None), q, k, SCALE, dtype=torch.float64)
+    with launches(order=1) as seen:
+        got = run(lambda *x: LOSSES[name](*x, **HOW), q, k, SCALE)
+    assert seen.programs["forward_tiles"] and seen.programs["gradient_tiles"]
+    close(got.values[0], exact.values[0], 2e-6)
+    for grad, true in zip(got.grads, exact.grads, strict=True):
+        close(grad, true, TOLERANCE[kind])
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_same_as_the_torch_backend(name: str) -> None:
+    q, k = numbers(N, D, seed=3, kind="ieee"), numbers(N, D, seed=4, kind="ieee")
+    ours = run(lambda *x: LOSSES[name](*x, **HOW), q, k, SCALE)
+    torchs = run(lambda *x: LOSSES[name](*x, backend="torch", group=None), q, k, SCALE)
+    for a, b in zip(ours.values + ours.grads, torchs.values + torchs.grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+def test_compiled_by_pytorch() -> None:
+    """Kernels stand behind the operator that `torch.compile` traces."""
+    q, k = numbers(N, D, seed=3, kind="ieee"), numbers(N, D, seed=4, kind="ieee")
+    eager = run(lambda *x: ct.clip_loss(*x, **HOW), q, k, SCALE)
+    compiled = torch.compile(lambda *x: ct.clip_loss(*x, **HOW), fullgraph=True, backend="aot_eager")
+    with launches() as seen:
+        traced = run(compiled, q, k, SCALE)
+    assert seen.programs["forward_tiles"] and seen.programs["gradient_tiles"]
+    for a, b in zip(eager.values + eager.grads, traced.values + traced.grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+# --- precision ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32x3", "tf32"])
+@pytest.mark.parametrize("scale", [14.3, 40.0, 100.0])
+def test_a_loss_is_not_biased_and_never_negative(precision: Any, scale: float) -> None:
+    """Cut operands make every score smaller by 2^-11 of it: the paper's loss of 8e-4 came out as -8e-3."""
+    q = torch.linalg.qr(randn(64, 64, seed=1))[0]
+    k = torch.nn.functional.normalize(q + 0.02 * randn(64, 64, seed=2))
+    with launches():
+        each = ct.clip_loss(q, k, scale, reduction="none", precision=precision, **HOW)
+    true = ct.clip_loss(q.double(), k.double(), scale, reduction="none", backend="dense", group=None)
+    assert (each >= 0).all()
+    # fp32 holds a score of 14.3 to 1e-6, and makes it from 64 products.
+    spread = {"ieee": 5e-6, "tf32x3": 1e-5, "tf32": 3e-4}[precision]
+    assert float((each - true).abs().max()) <= spread * scale / 14.3
+    assert abs(float(each.mean() - true.mean())) <= spread / 5 * scale / 14.3
+
+
+def test_scores_of_tf32_are_those_of_rounded_operands() -> None:
+    """To the last bit those of features that were rounded before; cut ones would differ."""
+    q, k = numbers(N, D, seed=1, kind="ieee"), numbers(N, D, seed=2, kind="ieee")
+    got = ct.pair_lse(q, k, 9.0, precision="tf32", **HOW)
+    rounded = ct.pair_lse(to_tf32(q), to_tf32(k), 9.0, precision="tf32", **HOW)
+    q_cut, k_cut = ((x.view(torch.int32) & ~0x1FFF).view(torch.float32) for x in (q, k))
+    cut = ct.pair_lse(q_cut, k_cut, 9.0, precision="tf32", **HOW)
+    assert all(torch.equal(a, b) for a, b in zip(got, rounded, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(got, cut, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["ieee", "tf32", "bf16", "fp16"])
+def test_a_converged_row_has_no_gradient(kind: str) -> None:
+    """Its positive has all the weight, and its two gradients cancel exactly."""
+    q = torch.eye(20, 24).to({"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind, torch.float32))
+    left, right = q.clone().requires_grad_(), q.clone().requires_grad_()
+    precision: Any = kind if kind in ("ieee", "tf32") else None
+    loss = ct.clip_loss(left, right, 400.0, precision=precision, **HOW)
+    loss.backward()
+    assert loss == 0 and all(x.grad is not None and not x.grad.any() for x in (left, right))
+
+
+@pytest.mark.parametrize("upstream", [1e-9, 1.0, 65536.0])
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_small_and_large_upstream_gradients(kind: str, upstream: float) -> None:
+    """fp16 ends at 6e-8: 1 / N of a large batch, and what a GradScaler makes of it, must not matter to g."""
+    q, k = numbers(N, D, seed=1, kind=kind), numbers(N, D, seed=2, kind=kind)
+    grads = []
+    for x, y, how in ((q, k, HOW), (q.double(), k.double(), {"backend": "dense", "group": None})):
+        scale = torch.tensor(20.0, dtype=torch.promote_types(x.dtype, torch.float32), requires_grad=True)
+        leaves = x.clone().requires_grad_(), y.clone().requires_grad_(), scale
+        (ct.clip_loss(*leaves, **how) * upstream).backward()
+        grads.append([leaf.grad for leaf in leaves])
+    for got, true in zip(*grads, strict=True):
+        assert got is not None and true is not None
+        representable = torch.finfo(got.dtype).smallest_normal * torch.finfo(got.dtype).eps
+        assert float((got.double() - true).abs().max()) <= TOLERANCE[kind] * float(true.abs().max()) + representable
+
+
+def test_many_small_weights_in_fp16() -> None:
+    """Weights of 1 / 600 of a row that counts 1e-3: without room below, fp16 would round them coarsely."""
+    n = 600
+    q, k = torch.zeros(8, 16, dtype=torch.float16), numbers(n, 16, seed=2, kind="fp16")
+    leaf = q.clone().requires_grad_()
+    weights = torch.tensor([1.0] + [1e-3] * 7)
+    row, _ = ct.pair_lse(leaf, k, 1.0, cols=False, **HOW | {"tile": 128})
+    (grad,) = torch.autograd.grad(row, leaf, weights)
+    true = weights.double().unsqueeze(1) * k.double().mean(0)
+    torch.testing.assert_close(grad.double(), true, rtol=2e-3, atol=1e-7)
+
+
+# --- ranks --------------------------------------------------------------------------------------------------------
+
+SIZES = 19, 28
+
+
+def on_a_rank(name: str, kind: str) -> list[Tensor]:
+    """Loss and gradients of this rank's share."""
+    triton_configs.WORKSPACE_BYTES = 4096
+    total = sum(SIZES)
+    q, k = (
+        torch.split(numbers(total, D, seed=seed, kind=kind), list(SIZES))[dist.get_rank()].clone() for seed in (1, 2)
+    )
+    leaves = [q.requires_grad_(), k.requires_grad_(), torch.tensor(6.0, requires_grad=True)]
+    with launches(order=2) as seen:
+        loss = RING[name](*leaves, backend="triton", tile=16, rank=dist.get_rank())
+        loss.backward()
+    assert seen.programs["gradient_tiles"]
+    return [loss.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def ids_of(rank: int | None) -> Tensor:
+    every = torch.arange(sum(SIZES)) // 2
+    return every if rank is None else torch.split(every, list(SIZES))[rank]
+
+
+RING: dict[str, Callable[..., Tensor]] = {
+    "clip": lambda q, k, s, rank, **how: ct.clip_loss(q, k, s, ids=ids_of(rank), **how),
+    "nt_xent": lambda q, k, s, rank, **how: ct.nt_xent(q, k, 1 / s, **how),
+    "sup_con": lambda q, k, s, rank, **how: ct.sup_con(q, ids_of(rank) % 5, 1 / s, **how) + 0 * k.sum(),
+    "siglip": lambda q, k, s, rank, **how: ct.siglip_loss(q, k, s, 0.3 * s - 5, **how),
+}
+
+
+@pytest.mark.parametrize("name", RING)
+@pytest.mark.parametrize("kind", ["ieee", "bf16"])
+def test_two_ranks(kind: str, name: str) -> None:
+    ranks = pool(2).run(on_a_rank, name, kind)
+    q, k = (numbers(sum(SIZES), D, seed=seed, kind=kind).double().requires_grad_() for seed in (1, 2))
+    scale = torch.tensor(6.0, dtype=torch.float64, requires_grad=True)
+    loss = RING[name](q, k, scale, rank=None, backend="dense", group=None)
+    loss.backward()
+    tolerance = TOLERANCE[kind]
+    close(torch.stack([rank[0] for rank in ranks]).mean(), loss.detach(), 4e-6)
+    for place, leaf in ((1, q), (2, k)):
+        assert leaf.grad is not None
+        close(torch.cat([rank[place] for rank in ranks]), 2 * leaf.grad, tolerance)
+    assert scale.grad is not None
+    close(torch.stack([rank[3] for rank in ranks]).mean(), scale.grad, 1e-4)

@@ -1,0 +1,167 @@
+"""sentence-transformers' cached loss on GradCache: its numbers, its trainer, its options."""
+
+import inspect
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from contratile.integrations.sentence_transformers import (
+    CachedMultipleNegativesRankingLoss,
+    CachedMultipleNegativesSymmetricRankingLoss,
+    MultipleNegativesRankingLoss,
+)
+from tests.grad_cache.towers import ROUNDING, Tower, gap, gradients, padded, twins
+from tests.integrations.test_sentence_transformers import (
+    REFUSED,
+    SYMMETRIC,
+    Given,
+    Words,
+    curve,
+    pairs,
+    texts_of,
+    theirs,
+)
+from tests.ranks import pool
+
+assert theirs  # the fixture
+
+
+class Texts(nn.Sequential):
+    """A transformer with dropout under the package's calls."""
+
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__(Tower(1, dropout=dropout))
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"sentence_embedding": self[0](features["input_ids"], features["attention_mask"])}
+
+    def get_embedding_dimension(self) -> int:
+        return 16
+
+
+def columns(number: int, n: int = 21) -> list[dict[str, Tensor]]:
+    return [padded(n, seed) for seed in range(number)]
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("number", [2, 4])
+@pytest.mark.parametrize("size", [{"mini_batch_size": 4}, {"mini_batch_num_tokens": 20}], ids=["rows", "tokens"])
+@pytest.mark.parametrize("options", [{}, SYMMETRIC], ids=["one way", "both ways"])
+def test_values_and_gradients(theirs: ModuleType, number: int, size: dict[str, int], options: dict[str, Any]) -> None:
+    """With dropout: mini-batches and their order are the package's, so the draws are the same."""
+    ours, others = twins(Texts())
+    values = []
+    kinds: list[Any] = [CachedMultipleNegativesRankingLoss, theirs.CachedMultipleNegativesRankingLoss]
+    for model, kind in zip((ours[0], others[0]), kinds, strict=True):
+        torch.manual_seed(3)
+        value = kind(model, 7.0, **size, **options)(columns(number), None)
+        (value / 3).backward()
+        values.append(value.item())
+    assert values[0] == pytest.approx(values[1], rel=ROUNDING)
+    assert gap(gradients(*ours), gradients(*others)) <= ROUNDING
+
+
+@pytest.mark.peers
+def test_defaults_and_order_of_arguments_are_theirs(theirs: ModuleType) -> None:
+    want = inspect.signature(theirs.CachedMultipleNegativesRankingLoss.__init__).parameters.values()
+    got = inspect.signature(CachedMultipleNegativesRankingLoss.__init__).parameters
+    positional = [x for x in got.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
+    assert [x.name for x in positional] == [x.name for x in want]
+    for x in want:
+        assert x.name == "similarity_fct" or got[x.name].default == x.default
+    card = theirs.CachedMultipleNegativesRankingLoss(Texts()).get_config_dict()
+    ours = CachedMultipleNegativesRankingLoss(Texts()).get_config_dict()
+    assert {name: ours[name] for name in card} == card
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore:.*SymmetricRankingLoss is deprecated:DeprecationWarning")
+def test_the_symmetric_name(theirs: ModuleType) -> None:
+    kinds: list[Any] = [CachedMultipleNegativesSymmetricRankingLoss, theirs.CachedMultipleNegativesSymmetricRankingLoss]
+    got, want = (inspect.signature(kind.__init__).parameters for kind in kinds)
+    positional = [x for x in got.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
+    assert [x.name for x in positional] == list(want)
+    assert all(x.name == "similarity_fct" or got[x.name].default == x.default for x in want.values())
+    ours, others = twins(Texts(dropout=0.0))
+    values = []
+    for kind, (model, *_) in zip(kinds, (ours, others), strict=True):
+        values.append(kind(model, mini_batch_size=4)(columns(2), None))
+        values[-1].backward()
+    assert values[0].item() == pytest.approx(values[1].item(), rel=ROUNDING)
+    assert gap(gradients(*ours), gradients(*others)) <= ROUNDING
+
+
+@pytest.mark.peers
+def test_wrapped_in_matryoshka(theirs: ModuleType) -> None:
+    ours, others = twins(Texts(dropout=0.0))
+    for model, kind in (
+        (ours[0], CachedMultipleNegativesRankingLoss),
+        (others[0], theirs.CachedMultipleNegativesRankingLoss),
+    ):
+        loss = theirs.MatryoshkaLoss(model, kind(model, mini_batch_size=4), [16, 8, 4], [1, 2, 3])
+        loss(columns(3), None).backward()
+    assert gap(gradients(*ours), gradients(*others)) <= ROUNDING
+
+
+@pytest.mark.parametrize("offload", ["none", "disk"])
+def test_equals_the_loss_that_keeps_everything(offload: Any) -> None:
+    """Also without the package."""
+    ours, others = twins(Words())
+    texts = texts_of(3, 12)
+    value = CachedMultipleNegativesRankingLoss(ours[0], mini_batch_size=5, offload=offload)(texts, None)
+    value.backward()
+    want = MultipleNegativesRankingLoss(others[0])(texts, None)
+    want.backward()
+    assert value.item() == pytest.approx(want.item(), rel=1e-12)
+    torch.testing.assert_close(gradients(*ours), gradients(*others))
+    with torch.no_grad():
+        assert CachedMultipleNegativesRankingLoss(ours[0])(texts, None).item() == pytest.approx(want.item())
+
+
+@pytest.mark.parametrize(
+    ("options", "text"), [*REFUSED, ({"mini_batch_size": 0}, "mini_batch_size"), ({"offload": "cloud"}, "offload")]
+)
+def test_refused_by_name(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        CachedMultipleNegativesRankingLoss(Given(), **options)(texts_of(2, 3))
+
+
+@pytest.mark.parametrize(("name", "remedy"), [("cu_seq_lens_q", "flattening"), ("offsets", "use MultipleNegatives")])
+def test_flattened_inputs_are_refused(name: str, remedy: str) -> None:
+    with pytest.raises(ValueError, match=f"sentence_features: expected padded inputs, got flattened ones.*{remedy}"):
+        CachedMultipleNegativesRankingLoss(Words())([{name: torch.arange(3)}] * 2)
+
+
+def shared_gradient(sizes: tuple[int, ...]) -> Tensor:
+    model = Words()
+    loss = CachedMultipleNegativesRankingLoss(
+        DistributedDataParallel(model), mini_batch_size=2, gather_across_devices=True
+    )
+    mine = [{"input_ids": x["input_ids"].split(sizes)[dist.get_rank()]} for x in texts_of(3, sum(sizes))]
+    loss(mine, None).backward()
+    assert model.words.grad is not None
+    return model.words.grad
+
+
+def test_negatives_are_shared() -> None:
+    model = Words()
+    MultipleNegativesRankingLoss(model)(texts_of(3, 11), None).backward()
+    for grad in pool(2).run(shared_gradient, (8, 3)):
+        torch.testing.assert_close(grad, model.words.grad)
+
+
+@pytest.mark.peers
+def test_trainer(theirs: ModuleType, tmp_path: Path) -> None:
+    """MiniLM with dropout: the same curve, step by step."""
+    data = pairs()
+    got = curve(CachedMultipleNegativesRankingLoss, data, tmp_path, mini_batch_size=3)
+    want = curve(theirs.CachedMultipleNegativesRankingLoss, data, tmp_path, mini_batch_size=3)
+    assert len(got) == 4 and got == pytest.approx(want, abs=1e-4)
+    assert max(got) - min(got) > 0.01
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,171 @@
+"""Towers by name: features of unit length from small models of each package, saved by the test."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from contratile.bench.contestants.loss import cure_torchvision
+from contratile.data import DataConfig
+from contratile.models.backbones import train_tokenizer
+from contratile.models.towers import TowerConfig, build_towers, save_recipe
+from tests.train.runs import SHAPE, clip_folder, sentence_folder, siglip_folder
+
+cure_torchvision()
+TEXTS = ["red circle", "a blue square", "green"]
+IMAGES = [Image.new("RGB", (40, 30), colour) for colour in ("red", "blue", "green")]
+
+
+def check(config: TowerConfig, images: bool = True, **options: Any) -> Any:
+    """Features of both sides, with gradients behind them."""
+    towers = build_towers(config, texts=TEXTS, **options)
+    left = towers.left(towers.left.prepare(IMAGES if images else TEXTS))
+    right = towers.right(towers.right.prepare(TEXTS))
+    assert left.shape == right.shape == (3, left.shape[1])
+    for features in (left, right):
+        torch.testing.assert_close(features.norm(dim=1), torch.ones(3))
+        assert len({tuple(row.tolist()) for row in features}) == 3, "different inputs, different features"
+    (left.sum() + right.sum()).backward()
+    return towers
+
+
+def test_tiny(tmp_path: Path) -> None:
+    config = TowerConfig(width=32, depth=1)
+    towers = check(config)
+    save_recipe(towers, tmp_path)
+    again = build_towers(config, folder=tmp_path)
+    again.load_state_dict(towers.state_dict())
+    features = [t.right(t.right.prepare(["a red square"])) for t in (towers.eval(), again.eval())]
+    torch.testing.assert_close(*features)
+
+
+def test_a_tokenizer_is_the_same_every_time() -> None:
+    texts = [f"word{i % 37} {chr(97 + i % 26)}{i}" for i in range(300)]
+    first, second = (train_tokenizer(texts, 400).to_str() for _ in range(2))
+    assert first == second
+
+
+def test_the_end_of_a_text_is_where_its_features_are() -> None:
+    towers = build_towers(TowerConfig(width=32, depth=1), texts=TEXTS)
+    alone = towers.right(towers.right.prepare(["green"]))
+    padded = towers.right(towers.right.prepare(["green", "a blue square"]))[:1]
+    torch.testing.assert_close(alone, padded)
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return clip_folder(tmp_path_factory.mktemp("clip"))
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_hf_two_towers(kind: str, clip: Path, tmp_path: Path) -> None:
+    """Features as the model itself gives them."""
+    from transformers import AutoModel
+
+    folder = clip if kind == "clip" else siglip_folder(tmp_path)
+    towers = check(TowerConfig(towers=f"hf:{folder}"), bias=kind == "siglip")
+    model = AutoModel.from_pretrained(folder)
+    tokens = towers.right.prepare(TEXTS)
+    with torch.no_grad():
+        theirs = model(**tokens, pixel_values=towers.left.backbone[0](towers.left.prepare(IMAGES)))
+        ours = towers.left(towers.left.prepare(IMAGES)), towers.right(tokens)
+    torch.testing.assert_close(ours, (theirs.image_embeds, theirs.text_embeds))
+
+
+def test_hf_clip_knows_its_pixels(clip: Path) -> None:
+    towers: Any = build_towers(TowerConfig(towers=f"hf:{clip}"))
+    assert towers.left.backbone[0].mean == (0.5, 0.5, 0.5)
+
+
+def test_hf_siglip_pads_to_the_full_length(tmp_path: Path) -> None:
+    towers = build_towers(TowerConfig(towers=f"hf:{siglip_folder(tmp_path)}"))
+    assert towers.right.prepare(["green"])["input_ids"].shape == (1, 12)
+
+
+def test_hf_pair(tmp_path: Path) -> None:
+    from transformers import ViTConfig, ViTModel
+
+    ViTModel(ViTConfig(image_size=16, patch_size=8, **SHAPE)).save_pretrained(tmp_path / "vision")
+    sentence_folder(tmp_path / "text")
+    name = f"hf:{tmp_path / 'vision'}+{tmp_path / 'text'}"
+    towers = check(TowerConfig(towers=name, head="linear", dim=20, lock="image"))
+    assert not any(p.requires_grad for p in towers.left.backbone.parameters())
+    assert towers.left.head.weight.shape == (20, 32)
+
+
+def test_open_clip() -> None:
+    towers = check(TowerConfig(towers="open_clip:ViT-S-32-alt", pixels=64))
+    assert towers.left.width == 256
+
+
+def test_sentence_transformers() -> None:
+    towers = check(TowerConfig(towers="st:minilm"), images=False)
+    assert towers.left is towers.right and towers.kinds == ("text", "text")
+
+
+@pytest.mark.parametrize("name", ["tinny", "hf:", "tiny:3", ""])
+def test_unknown_names_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="towers: expected tiny, hf:<model>"):
+        TowerConfig(towers=name)
+
+
+def test_a_model_that_open_clip_does_not_know() -> None:
+    with pytest.raises(ValueError, match=r"towers open_clip:ViT-X-99: .*ViT-X-99"):
+        build_towers(TowerConfig(towers="open_clip:ViT-X-99"))
+
+
+def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in (("open_clip", "open_clip:ViT-B-32"), ("sentence_transformers", "st:minilm")):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(ImportError, match=rf"{module} is needed for these towers: pip install "):
+            build_towers(TowerConfig(towers=name))
+
+
+def test_a_residual_head_starts_as_nothing() -> None:
+    torch.manual_seed(0)
+    plain = build_towers(TowerConfig(width=32, depth=1), texts=TEXTS)
+    torch.manual_seed(0)
+    towers = build_towers(TowerConfig(width=32, depth=1, head="residual", lock="both"), texts=TEXTS)
+    images = towers.left.prepare(IMAGES)
+    assert torch.equal(towers.left(images), plain.left(images))
+    towers.left(images).square().sum().backward()
+    trained = {name for name, p in towers.left.named_parameters() if p.grad is not None}
+    assert trained == {f"head.mlp.{i}.{kind}" for i in (0, 2) for kind in ("weight", "bias")}
+    with pytest.raises(ValueError, match="dim: expected the backbone's 32 with --head residual, got 8"):
+        build_towers(TowerConfig(width=32, depth=1, head="residual", dim=8), texts=TEXTS)
+
+
+def test_any_width(tmp_path: Path) -> None:
+    """Also one that 32 does not divide."""
+    assert check(TowerConfig(width=100, depth=1)).left.width == 100
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"width": 0}, "width: expected at least 1, got 0"),
+        ({"words": 2}, "words: expected at least 3, got 2"),
+        ({"lock": "images"}, "lock: expected one of 'none', 'image'"),
+        ({"init_scale": 0.07}, "init_scale: expected at least 1, got 0.07"),
+    ],
+)
+def test_impossible_options_are_refused(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        TowerConfig(**changes)
+
+
+def test_something_must_be_left_to_train() -> None:
+    with pytest.raises(ValueError, match="lock: expected something left to train, got 'both'"):
+        build_towers(TowerConfig(width=32, depth=1, lock="both"), texts=TEXTS)
+
+
+def test_options_without_effect_are_refused() -> None:
+    with pytest.raises(ValueError, match="dim: expected a head that gives so many features, got --head none"):
+        TowerConfig(dim=64)
+    with pytest.raises(ValueError, match="patch: expected a divisor of 32 pixels, got 7"):
+        TowerConfig(patch=7)
+    with pytest.raises(ValueError, match="streaming: expected a Hugging Face dataset"):
+        DataConfig(data="icons", streaming=True)
