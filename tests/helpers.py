@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from contratile import reference
-from contratile.engine import autograd as lse
+from contratile.engine import autograd
+from contratile.engine import spec as engine
 from contratile.engine.rule import PairRule
-from contratile.engine.spec import Inputs, Task
+from contratile.engine.spec import Inputs, Spec
 from contratile.losses.cross_entropy import as_tensor
 from contratile.ring.ring import Ring
 from contratile.ring.team import ALONE
@@ -158,16 +159,16 @@ def pair_stats(
         query_ids=rule.query_ids,
         key_ids=rule.key_ids,
     )
-    task = Task(rows=rows, cols=cols, exclude_self=rule.exclude_self)
-    results, unit = lse.pair_stats(x, task, lse.Engine(ring, "auto", tile, cache_bytes))
-    return picked(results, unit, like=query)
+    spec = Spec(rows=rows, cols=cols, exclude_self=rule.exclude_self, tile=tile, cache_bytes=cache_bytes)
+    return in_nats(autograd.pair_stats(ring, x, spec), like=query)
 
 
 def dense_pair_stats(query: Tensor, key: Tensor | None, scale: Tensor | float = 1.0, **options: Any) -> PairStats:
     """The oracle in the same form."""
-    return picked(reference.pair_stats(query, key, scale, **options), 1.0, like=query)
+    found = reference.pair_stats(query, key, scale, **options)
+    return PairStats(*(found.get(name, query.new_empty(0)) for name in ("row", "col", "pos")))
 
 
-def picked(results: dict[str, Tensor], unit: float, *, like: Tensor) -> PairStats:
-    none = like.new_empty(0)
-    return PairStats(*(results[name] * unit if name in results else none for name in ("row", "col", "pos")))
+def in_nats(stats: engine.PairStats, *, like: Tensor) -> PairStats:
+    parts = stats.row.total, stats.col.total, stats.pos
+    return PairStats(*(like.new_empty(0) if x is None else stats.nats(x) for x in parts))

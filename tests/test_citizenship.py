@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import contratile as ct
 from contratile import reference
-from contratile.engine import compiled as operators
+from contratile.engine import compiled
 from contratile.engine.rule import PairRule
-from contratile.engine.spec import Inputs, Task
+from contratile.engine.spec import Inputs, Spec
 from tests.helpers import features, labels_of, pair_stats, randn
 
 N, D = 21, 6
@@ -75,17 +75,17 @@ def test_operators_pass_opcheck(dtype: torch.dtype, options: dict[str, Any]) -> 
     q, k, scale = leaves(dtype=dtype)
     options = dict(options)
     key = None if options.pop("one_set", False) else k
-    task = Task(**{name: options.pop(name) for name in list(options) if name in Task._fields})
+    spec = Spec(**{name: options.pop(name) for name in list(options) if name in Spec._fields})
     x = Inputs(q, key, scale, **options)
-    task = task._replace(tile=task.tile or 8)
-    torch.library.opcheck(operators.pair_statistics, (*x, *task))
-    results = [y.detach() for y in operators.pair_statistics(*x, *task)]
+    spec = spec._replace(tile=spec.tile or 8)
+    torch.library.opcheck(compiled.pair_statistics, (*x, *spec))
+    results = [y.detach() for y in compiled.pair_statistics(*x, *spec)]
     upstream = [randn(*y.shape, seed=4, dtype=y.dtype) for y in results]
     detached = [None if y is None else y.detach() for y in x]
     has_bias = x.bias is not None
     for wants in ((True, key is not None, True, has_bias), (False, False, True, False), (True, False, False, False)):
         # Its derivative is refused on purpose, so the operator is checked for tensors that want none.
-        torch.library.opcheck(operators.pair_gradients, (*detached, *task, results, upstream, list(wants)))
+        torch.library.opcheck(compiled.pair_gradients, (*detached, *spec, results, upstream, list(wants)))
 
 
 # --- compile ------------------------------------------------------------------------------------------------------

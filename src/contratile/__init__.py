@@ -10,7 +10,7 @@ from contratile import reference as reference
 from contratile.engine.plan import TilePlan as TilePlan
 from contratile.engine.plan import plan_tiles as plan_tiles
 from contratile.grad_cache import GradCache as GradCache
-from contratile.losses.cross_entropy import BatchStats as BatchStats
+from contratile.losses.batch_stats import BatchStats as BatchStats
 from contratile.losses.functional import clip_loss as clip_loss
 from contratile.losses.functional import info_nce as info_nce
 from contratile.losses.functional import nt_xent as nt_xent

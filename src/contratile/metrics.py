@@ -17,9 +17,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from contratile.engine.autograd import Engine, pair_stats
+from contratile.engine.autograd import pair_stats
 from contratile.engine.backends import Backend
-from contratile.engine.spec import Inputs, Task
+from contratile.engine.spec import Inputs, PairStats, SideStats, Spec
 from contratile.errors import bad_type, bad_value, check_choice, check_count, check_features, check_labels, check_vector
 from contratile.ring.ring import Ring
 from contratile.ring.team import ALONE
@@ -156,20 +156,23 @@ def _ranks(
     query: Tensor, key: Tensor, labels: Tensor, *, cols: bool, ties: Ties, backend: Backend, tile: int | None
 ) -> tuple[Tensor, Tensor]:
     """The ranks of the queries' positives among the keys, and of the keys' best positives among the queries."""
-    results = _counts(query, key, labels, cols=cols, ties=ties, backend=backend, tile=tile)
-    row = _rank(results, "row", torch.ones_like(results["row_higher"]))
+    stats = _counts(query, key, labels, cols=cols, ties=ties, backend=backend, tile=tile)
+    assert stats.level is not None
+    row = _rank(stats, stats.row, torch.ones_like(stats.level))
     if not cols:
         return row, row[:0]
-    return row, _rank(results, "col", _tied(results["level"], labels, len(key)))
+    return row, _rank(stats, stats.col, _tied(stats.level, labels, len(key)))
 
 
 @torch.no_grad()
 def _best_ranks(query: Tensor, key: Tensor, queries: Tensor, keys: Tensor, how: dict[str, Any]) -> Tensor:
     """The rank of each query's best positive, for pairs of (query, key) that belong together: a row for each pair."""
-    results = _counts(query[queries], key, keys, cols=False, **how)
-    level, tied = results["level"], _tied(results["level"], queries, len(query))
+    stats = _counts(query[queries], key, keys, cols=False, **how)
+    level = stats.level
+    assert level is not None
+    tied = _tied(level, queries, len(query))
     best = level.new_full((len(query),), -torch.inf).scatter_reduce_(0, queries, level, "amax")
-    ranks = _rank(results, "row", tied[queries])
+    ranks = _rank(stats, stats.row, tied[queries])
     found = (level == best[queries]).cpu()
     # All pairs of a query that share the best level have the same rank.
     of_query = ranks.new_full((len(query),), torch.nan).scatter_(0, queries.cpu()[found], ranks[found])
@@ -178,12 +181,12 @@ def _best_ranks(query: Tensor, key: Tensor, queries: Tensor, keys: Tensor, how: 
 
 def _counts(
     query: Tensor, key: Tensor, labels: Tensor, *, cols: bool, ties: Ties, backend: Backend, tile: int | None
-) -> dict[str, Tensor]:
+) -> PairStats:
     """For each query: the product with its positive, how many keys lie above and at it; for each key likewise."""
-    engine = Engine(Ring.flat(ALONE, (len(key),), total=len(query)), backend, tile)
+    ring = Ring.flat(ALONE, (len(key),), total=len(query))
     one = torch.ones((), dtype=query.dtype, device=query.device)
     x = Inputs(query.detach(), key.detach(), one, labels=labels)
-    return pair_stats(x, Task(cols=cols, ranks=True, ties=ties == "mean"), engine)[0]
+    return pair_stats(ring, x, Spec(cols=cols, ranks=True, ties=ties == "mean", backend=backend, tile=tile))
 
 
 def _tied(level: Tensor, owner: Tensor, owners: int) -> Tensor:
@@ -192,15 +195,14 @@ def _tied(level: Tensor, owner: Tensor, owners: int) -> Tensor:
     return torch.zeros_like(best).scatter_add_(0, owner, (level == best[owner]).to(best.dtype))
 
 
-def _rank(results: dict[str, Tensor], side: str, tied: Tensor) -> Tensor:
+def _rank(stats: PairStats, side: SideStats, tied: Tensor) -> Tensor:
     """The rank of the best of `tied` positives. In random order the first of them stands, on average, behind one in
     tied + 1 of the others that score the same."""
-    # Not every device has fp64.
-    higher, tied = results[f"{side}_higher"].cpu().double(), tied.cpu().double()
-    if not _finite(results["row"]):  # products that overflow have no order
+    assert side.higher is not None and stats.row.total is not None
+    higher, tied = side.higher.cpu().double(), tied.cpu().double()  # not every device has fp64
+    if not _finite(stats.row.total):  # products that overflow have no order
         return higher * torch.nan
-    equal = results.get(f"{side}_equal")
-    return higher + 1 if equal is None else higher + 1 + (equal.cpu().double() - tied) / (tied + 1)
+    return higher + 1 if side.equal is None else higher + 1 + (side.equal.cpu().double() - tied) / (tied + 1)
 
 
 def _share(ranks: Tensor, k: int) -> float:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import contratile as ct
-from contratile.engine import compiled as operators
+from contratile.engine import compiled
 from contratile.engine.plan import plan_tiles
 from contratile.engine.rule import PairRule
 from tests.helpers import features, labels_of, pair_stats
@@ -36,8 +36,8 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for name, op in (
-            ("contratile::pair_statistics", operators.pair_statistics),
-            ("contratile::pair_gradients", operators.pair_gradients),
+            ("contratile::pair_statistics", compiled.pair_statistics),
+            ("contratile::pair_gradients", compiled.pair_gradients),
         ):
             if func._schema.name == name:
                 with self:

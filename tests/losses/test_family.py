@@ -17,9 +17,10 @@ from torch import Tensor
 
 import contratile as ct
 from contratile import reference
-from contratile.engine.autograd import Engine, pair_stats
-from contratile.engine.spec import Inputs, Task
-from contratile.losses.cross_entropy import CHUNK, BatchStats, own_scores
+from contratile.engine.autograd import pair_stats
+from contratile.engine.spec import Inputs, Spec
+from contratile.losses.batch_stats import BatchStats
+from contratile.losses.hard_negatives import CHUNK, own_products
 from contratile.ring.ring import Ring
 from contratile.ring.team import ALONE
 from tests.helpers import DTYPES, assert_precise, features, randn, run
@@ -144,11 +145,12 @@ def test_sums_of_softplus_on_both_sides(tile: int) -> None:
     """The primitive has gradients of the columns' sums too."""
     leaves = [randn(n, D, seed=n, dtype=torch.float64) for n in (N, N + 5)]
     labels, numbers = ids_of(N, N + 5, 7), [torch.tensor(x, dtype=torch.float64) for x in (2.0, -1.0)]
-    engine = Engine(Ring.flat(ALONE, (N + 5,), total=N), tile=tile)
+    ring, spec = Ring.flat(ALONE, (N + 5,), total=N), Spec(reduce="softplus", tile=tile)
 
     def ours(q: Tensor, k: Tensor, s: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        results, _ = pair_stats(Inputs(q, k, s, b, labels=labels), Task(reduce="softplus"), engine)
-        return results["row"], results["col"]
+        stats = pair_stats(ring, Inputs(q, k, s, b, labels=labels), spec)
+        assert stats.row.total is not None and stats.col.total is not None
+        return stats.row.total, stats.col.total
 
     def dense(q: Tensor, k: Tensor, s: Tensor, b: Tensor) -> tuple[Tensor, ...]:
         results = reference.pair_stats(q, k, s, b, labels, reduce="softplus")
@@ -610,7 +612,7 @@ def test_hard_negatives_of_many_queries() -> None:
     n = 2 * CHUNK + 3
     query, hard = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((n, 4), (n, 2, 4)))
     upstream = torch.randn(n, 2, dtype=torch.float64)
-    got = own_scores(query, hard)
+    got = own_products(query, hard)
     want = (query.unsqueeze(1) * hard).sum(2)
     torch.testing.assert_close(got, want)
     grads, wanted = (torch.autograd.grad(scores, (query, hard), upstream) for scores in (got, want))

@@ -17,7 +17,7 @@ import contratile as ct
 from contratile import reference
 from contratile.engine import reserve
 from contratile.engine.backends import torch_tiles
-from contratile.ring.ring import FlatRing
+from contratile.ring.schedule import FlatSchedule
 from contratile.ring.team import NoAnswer, RankLost, Team, bounded, watched
 from tests.ranks import fresh_group, pool
 
@@ -193,7 +193,7 @@ def test_subgroups() -> None:
 
 @pytest.mark.parametrize("world", range(1, 9))
 def test_the_flat_schedule_shows_every_block_to_every_rank(world: int) -> None:
-    ring = FlatRing(world)
+    ring = FlatSchedule(world)
     for rank in range(world):
         assert ring.source(rank, 0) == rank
         assert sorted(ring.source(rank, step) for step in range(world)) == list(range(world))

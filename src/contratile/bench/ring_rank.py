@@ -5,6 +5,8 @@ others cannot go on without it. Figures are agreed upon by all ranks: the slowes
 the bytes of the one that sent most.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import sys
@@ -13,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,8 @@ from contratile.bench.contestants.ring import RING_CONTESTANTS
 from contratile.bench.harness import GemmLimit, Step, Timing, describe, interleave, turn, wall_time
 from contratile.bench.memory import extra_peak, warm_up
 from contratile.bench.traffic import bytes_sent
-from contratile.ring.ring import Mail, Ring, RingPass, Tensors
+from contratile.engine.passes import KeyBlock, KeyGrad
+from contratile.ring.ring import Ring, RingPass, record_waits
 from contratile.ring.team import Team
 
 OURS = "contratile"
@@ -175,21 +178,21 @@ def waiting(step: Step, waits: list[list[float]]) -> Step:
     """The step, which notes for each call how long it waited at every hop of the ring."""
 
     def call() -> None:
-        receive, hops = Mail.wait, list[float]()
-
-        def wait(mail: Mail) -> Tensors:
-            arrived: list[Tensors] = []
-            hops.append(wall_time(lambda: arrived.append(receive(mail))))
-            return arrived[0]
-
-        Mail.wait = wait  # type: ignore[method-assign,assignment]
-        try:
+        with record_waits() as hops:
             step()
-        finally:
-            Mail.wait = receive  # type: ignore[method-assign]
         waits.append(hops)
 
     return call
+
+
+class Vectors(NamedTuple):
+    """What the forward pass gathers for a block: two numbers per key."""
+
+    level: Tensor
+    total: Tensor
+
+    def merge_(self, other: Vectors) -> None:
+        """Nothing: only the transfer is timed."""
 
 
 def transfers(n: int, d: int) -> Callable[[], None]:
@@ -198,13 +201,13 @@ def transfers(n: int, d: int) -> Callable[[], None]:
     ring = Ring.flat(team, (n,) * team.size, total=n * team.size)
     block, vector = torch.randn(n, d), torch.randn(n)
 
-    def go_round(carried: Tensors, gathered: tuple[Tensor, ...]) -> None:
-        for _ in RingPass(ring, carried, gathers=gathered):
-            pass
-
     def call() -> None:
-        go_round((block,), (vector, vector))  # forward: keys; the maxima and sums of their columns
-        go_round((block, vector, vector), (block,))  # backward: keys, their statistics; their gradient
+        forward: RingPass[KeyBlock, Vectors] = RingPass(ring, KeyBlock(block))
+        for visit in forward:
+            visit.gathered = Vectors(visit.zeros(vector), visit.zeros(vector))
+        backward: RingPass[KeyBlock, KeyGrad] = RingPass(ring, KeyBlock(block, lse=vector, grad=vector))
+        for back in backward:
+            back.gathered = KeyGrad(back.zeros(block))
 
     return call
 

@@ -1,57 +1,73 @@
-"""The primitive as `torch.library` operators on one process, which `torch.compile` can trace.
+"""The engine as `torch.library` operators on one process, which `torch.compile` can trace.
 
-Their arguments are those of `Inputs` and `Task` one after the other, their results those of `passes.forward` as a list.
+The operators take the fields of `Inputs` and `Spec` one after the other (the schema is derived from these records) and
+return the tensors of `PairStats` that there are, as a list.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
 from contratile.engine.passes import backward, cached_items, forward
-from contratile.engine.spec import DIFFERENTIABLE, Inputs, Results, Task, result_shapes
+from contratile.engine.spec import InputGrads, Inputs, PairStats, Spec, Wanted, shapes
 from contratile.errors import check_labels
 from contratile.ring.ring import Ring
 from contratile.ring.team import ALONE
 
-_INPUTS, _TASK = len(Inputs._fields), len(Task._fields)
-_ARGUMENTS = (
-    "Tensor query, Tensor? key, Tensor scale, Tensor? bias, Tensor? labels, Tensor? query_ids, Tensor? key_ids, "
-    "Tensor? query_classes, Tensor? key_classes, Tensor? query_level, str reduce, bool rows, bool cols, "
-    "bool exclude_self, float margin, bool ranks, bool ties, bool differ, SymInt tile, SymInt cache_bytes, "
-    "str backend, str precision"
-)
+
+def pair_stats(x: Inputs, spec: Spec) -> PairStats:
+    """The traced call."""
+    return _unpacked(x, spec, pair_statistics(*x, *spec))
 
 
-def _call(arguments: tuple[Any, ...]) -> tuple[Inputs, Task, Ring]:
-    x, task = Inputs(*arguments[:_INPUTS]), Task(*arguments[_INPUTS : _INPUTS + _TASK])
-    keys = (x.query if x.key is None else x.key).shape[0]
-    return x, task, Ring.flat(ALONE, (keys,), total=x.query.shape[0])
+def _schema(*records: type) -> str:
+    """The arguments of an operator that takes the fields of these records."""
+    names = {Tensor: "Tensor", bool: "bool", int: "SymInt", float: "float", str: "str"}
+    optional = {kind | None: f"{name}?" for kind, name in names.items()}
+    fields = [(name, kind) for record in records for name, kind in get_type_hints(record).items()]
+    kinds = [str if get_origin(kind) is Literal else kind for _, kind in fields]
+    return ", ".join(f"{(names | optional)[kind]} {name}" for kind, (name, _) in zip(kinds, fields, strict=True))
 
 
-def _names(x: Inputs, task: Task) -> list[str]:
-    return [*result_shapes(x, task), *(["cache"] if task.cache_bytes else [])]
+def _call(arguments: Iterable[Any]) -> tuple[Inputs, Spec, Ring, list[Any]]:
+    """The records that the arguments were made from, the ring of one process, and what follows them."""
+    each = iter(arguments)
+    x = Inputs(*(next(each) for _ in Inputs._fields))
+    spec = Spec(*(next(each) for _ in Spec._fields))
+    return x, spec, Ring.flat(ALONE, (x.keys.shape[0],), total=x.query.shape[0]), list(each)
+
+
+def _packed(results: PairStats) -> list[Tensor]:
+    return [t for t in results.tensors() if t is not None]
+
+
+def _unpacked(x: Inputs, spec: Spec, tensors: Sequence[Any]) -> PairStats:
+    """The inverse of `_packed`, which also serves for gradients in the order of the results."""
+    expected = shapes(x, spec)._replace(cache=spec.cache_bytes or None)  # type: ignore[arg-type]  # presence is all
+    each = iter(tensors)
+    return PairStats.of((None if shape is None else next(each) for shape in expected.tensors()), spec.unit)
 
 
 def _forward(*arguments: Any) -> list[Tensor]:
-    x, task, ring = _call(arguments)
+    x, spec, ring, _ = _call(arguments)
     if x.labels is not None:
         check_labels(x.labels, ring.sizes[0])
-    results = forward(ring, x, task)
-    return [results[name] for name in _names(x, task)]
+    return _packed(forward(ring, x, spec))
 
 
 def _backward(*arguments: Any) -> list[Tensor]:
     """The gradients of query, key, scale and bias; empty where not wanted."""
-    x, task, ring = _call(arguments)
-    tensors, grads, wants = arguments[_INPUTS + _TASK :]
-    names = _names(x, task)
-    results = dict(zip(names, tensors, strict=True))
-    given = {name: grad for name, grad in zip(names, grads, strict=True) if grad is not None and name in DIFFERENTIABLE}
-    out = backward(ring, x, task, results, given, tuple(wants))
+    x, spec, ring, (tensors, grads, wanted) = _call(arguments)
+    results, given = _unpacked(x, spec, tensors), _unpacked(x, spec, grads)
+    out = backward(ring, x, spec, results, given, Wanted(*wanted))
     return [x.query.new_empty(0) if grad is None else grad for grad in out]
 
 
+_ARGUMENTS = _schema(Inputs, Spec)
 pair_statistics = torch.library.custom_op(
     "contratile::pair_statistics", _forward, mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor[]"
 )
@@ -59,46 +75,49 @@ pair_gradients = torch.library.custom_op(
     "contratile::pair_gradients",
     _backward,
     mutates_args=(),
-    schema=f"({_ARGUMENTS}, Tensor[] results, Tensor?[] grads, bool[] wants) -> Tensor[]",
+    schema=f"({_ARGUMENTS}, Tensor[] results, Tensor?[] grads, bool[] wanted) -> Tensor[]",
 )
 
 
 @pair_statistics.register_fake
 def _(*arguments: Any) -> list[Tensor]:
-    x, task, ring = _call(arguments)
-    shapes: dict[str, tuple[int, ...]] = result_shapes(x, task)
-    if task.cache_bytes:
+    x, spec, ring, _ = _call(arguments)
+    expected = shapes(x, spec)
+    if spec.cache_bytes:
         known = type(x.query.shape[0]) is type(ring.sizes[0]) is int
-        # Of symbols the number of tiles that fit is not known: to find out would fix their values.
-        items: Any = sum(cached_items(ring, x, task)) if known else torch.library.get_ctx().new_dynamic_size()
-        shapes["cache"] = (items,)
+        # With symbolic sizes the number of cached tiles is unknown: computing it would specialise the symbols.
+        items: Any = sum(cached_items(ring, x, spec)) if known else torch.library.get_ctx().new_dynamic_size()
+        expected = expected._replace(cache=(items,))  # type: ignore[arg-type]  # a record of shapes
     dtype = torch.float64 if x.query.dtype == torch.float64 else torch.float32
-    return [x.query.new_empty(shape, dtype=dtype) for shape in shapes.values()]
+    return [x.query.new_empty(shape, dtype=dtype) for shape in expected.tensors() if shape is not None]
 
 
 @pair_gradients.register_fake
 def _(*arguments: Any) -> list[Tensor]:
-    x, wants = Inputs(*arguments[:_INPUTS]), arguments[-1]
-    inputs = x.query, x.key, x.scale, x.bias
+    x, _, _, (_, _, wanted) = _call(arguments)
+    inputs = InputGrads(x.query, x.key, x.scale, x.bias)
     return [
         torch.empty_like(like, memory_format=torch.contiguous_format)
-        if wanted and like is not None
+        if needed and like is not None
         else x.query.new_empty(0)
-        for like, wanted in zip(inputs, wants, strict=True)
+        for like, needed in zip(inputs, wanted, strict=True)
     ]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:_INPUTS], *output)
-    ctx.task = inputs[_INPUTS:]
+    x, spec, _, _ = _call(inputs)
+    ctx.save_for_backward(*x, *output)
+    ctx.spec = spec
 
 
 def _op_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
-    inputs, results = ctx.saved_tensors[:_INPUTS], ctx.saved_tensors[_INPUTS:]
-    wants = list(ctx.needs_input_grad[:4])
-    out = pair_gradients(*inputs, *ctx.task, list(results), list(grads), wants)
-    found = [grad if wanted else None for grad, wanted in zip(out, wants, strict=True)]
-    return (*found, *[None] * (_INPUTS + _TASK - 4))
+    saved = iter(ctx.saved_tensors)
+    x = Inputs(*(next(saved) for _ in Inputs._fields))
+    needs = dict(zip((*Inputs._fields, *Spec._fields), ctx.needs_input_grad, strict=True))
+    wanted = Wanted(*(needs[name] for name in Wanted._fields))
+    out = pair_gradients(*x, *ctx.spec, list(saved), list(grads), list(wanted))
+    found = {name: grad for name, grad, needed in zip(Wanted._fields, out, wanted, strict=True) if needed}
+    return tuple(found.get(name) for name in needs)
 
 
 def no_second_derivative(ctx: Any, *grads: Any) -> None:
@@ -110,8 +129,3 @@ def no_second_derivative(ctx: Any, *grads: Any) -> None:
 
 pair_statistics.register_autograd(_op_backward, setup_context=_setup_context)
 pair_gradients.register_autograd(no_second_derivative)
-
-
-def named(x: Inputs, task: Task, output: list[Tensor]) -> Results:
-    """The operator's list as results."""
-    return dict(zip(_names(x, task), output, strict=True))

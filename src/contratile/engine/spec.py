@@ -1,99 +1,176 @@
-"""What a call of the primitive is given and what it is asked for."""
+"""What the engine is given (`Inputs`), what it is asked (`Spec`), and what it answers (`PairStats`).
 
+These three records travel unchanged from a loss to the backends. N queries, M keys, D features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 LOG2E = 1.4426950408889634
-_HOW = ("tile", "cache_bytes", "backend", "precision")
 
 
 class Inputs(NamedTuple):
-    """The tensors of a call. N queries, M keys, D features."""
+    """The tensors of a call. Gradients exist for query, key, scale, bias and stand_in."""
 
     query: Tensor  # [N, D]
-    key: Tensor | None  # [M, D]; None stands for the queries
+    key: Tensor | None  # [M, D]; None: the keys are the queries
     scale: Tensor  # 0-d
     bias: Tensor | None = None  # 0-d
-    labels: Tensor | None = None  # [N] key index of each query's positive
+    labels: Tensor | None = None  # [N] index of each query's positive key
     query_ids: Tensor | None = None  # [N]
-    key_ids: Tensor | None = None  # [M] pairs of equal id are left out, except a query's own positive
+    key_ids: Tensor | None = None  # [M] pairs of equal id are excluded, except a query's own positive
     query_classes: Tensor | None = None  # [N]
-    key_classes: Tensor | None = None  # [M] scores are summed over pairs of equal class
-    query_level: Tensor | None = None  # [N] the positives' products, where they are not among these keys
+    key_classes: Tensor | None = None  # [M] scores are also summed over pairs of equal class
+    query_level: Tensor | None = None  # [N] the positives' products, if the positives are not among these keys
+    stand_in: Tensor | None = None  # [N, D] receives the queries' gradient in full precision, instead of the queries
+
+    @property
+    def keys(self) -> Tensor:
+        return self.query if self.key is None else self.key
 
 
-class Task(NamedTuple):
-    """What is computed, in plain values."""
+class Wanted(NamedTuple):
+    """Which gradients the backward pass computes."""
+
+    query: bool
+    key: bool
+    scale: bool
+    bias: bool
+
+
+class InputGrads(NamedTuple):
+    """The gradients of the inputs; None where not wanted."""
+
+    query: Tensor | None
+    key: Tensor | None
+    scale: Tensor | None
+    bias: Tensor | None
+
+
+class Spec(NamedTuple):
+    """What is computed, and how, in plain values."""
 
     reduce: Literal["lse", "softplus"] = "lse"
     rows: bool = True
     cols: bool = True
     exclude_self: bool = False
     margin: float = float("inf")
-    """For each side, pairs whose product exceeds its positive's minus `margin` are dropped. Infinite: none are."""
+    """Per side: drop pairs whose product exceeds the positive's product minus `margin`."""
 
     ranks: bool = False
-    """Count the pairs that score higher than the positive of their side."""
+    """Count the pairs that score higher than the positive."""
 
     ties: bool = False
-    """Beside `ranks`: count the pairs that score exactly as the positive, which is one of them."""
+    """With `ranks`: also count the pairs that score exactly the same as the positive (itself included)."""
 
     differ: bool = False
-    """Scores are summed over pairs of different class instead."""
+    """Sum scores over pairs of different class instead of equal class."""
 
-    tile: int = 0
+    tile: int | None = None
+    """Rows and columns of a tile; None lets `plan_tiles` choose."""
+
     cache_bytes: int = 0
     backend: str = "auto"
-    precision: str = "ieee"
-    """Empty: as PyTorch is set, which a compiler cannot trace, so the passes look it up."""
+    precision: str | None = None
+    """None follows `torch.get_float32_matmul_precision()`. The passes read it: a compiler cannot trace that call."""
 
     @property
     def unit(self) -> float:
-        """Nats in a unit of the results: log-sum-exps are computed in base 2."""
+        """Nats per unit of the scores: log-sum-exps are computed in base 2."""
         return 1.0 if self.reduce == "softplus" else 1 / LOG2E
-
-    def definition(self) -> dict[str, Any]:
-        """What decides the results, without how they are computed."""
-        return {name: value for name, value in self._asdict().items() if name not in _HOW}
 
     @property
     def filters(self) -> bool:
         return self.margin < float("inf")
 
     @property
-    def knows_positives(self) -> bool:
-        """Whether tiles are compared with the positives, which must then be known before the first tile.
+    def compares(self) -> bool:
+        """Whether pairs are compared with the positives, which must then be known before the first tile.
 
-        Products are compared, before the scale: its rounding would break ties, and make others.
+        Products are compared, before the scale: rounding after the multiplication would break ties and create others.
         """
         return self.filters or self.ranks
 
 
-Results = dict[str, Tensor]
-"""Those asked for: row, col, pos, level (the positives' products), cache, and of either side its slack (see `Stats`),
-sums, counts, higher, equal."""
+class SideStats(NamedTuple):
+    """Statistics of the rows, or of the columns. None: not asked for."""
 
-DIFFERENTIABLE = ("row", "col", "pos", "row_sums", "col_sums")
+    total: Tensor | None = None  # log-sum-exps, or sums of softplus
+    slack: Tensor | None = None  # exp(total) / true sum, close to 1: see `Stats.finish`
+    sums: Tensor | None = None  # sums of scores (without bias) over pairs of equal class
+    counts: Tensor | None = None  # number of those pairs
+    higher: Tensor | None = None  # number of pairs above the positive
+    equal: Tensor | None = None  # number of pairs equal to the positive
 
 
-def result_shapes(x: Inputs, task: Task) -> dict[str, tuple[int, ...]]:
-    """The names of the results and their shapes. The cache, whose size depends on tiles, is not among them."""
-    n, m = x.query.shape[0], (x.query if x.key is None else x.key).shape[0]
-    shapes: dict[str, tuple[int, ...]] = {}
-    for side, length, wanted in (("row", n, task.rows), ("col", m, task.cols)):
-        if wanted:
-            shapes[side] = (length,)
-            if task.reduce == "lse":
-                shapes[f"{side}_slack"] = (length,)
-            if x.query_classes is not None:
-                shapes[f"{side}_sums"] = shapes[f"{side}_counts"] = (length,)
-            if task.ranks:
-                shapes[f"{side}_higher"] = (length,)
-            if task.ties:
-                shapes[f"{side}_equal"] = (length,)
-    if x.labels is not None:
-        shapes["pos"] = (n,)
-        if task.knows_positives:
-            shapes["level"] = (n,)
-    return shapes
+class PairStats(NamedTuple):
+    """The answer. Totals, sums and positives are logits in units of `unit` nats; `nats` converts them.
+
+    Losses convert once, after summing: exp2 is faster than exp, and converting every element first would round N times.
+    """
+
+    row: SideStats = SideStats()
+    col: SideStats = SideStats()
+    pos: Tensor | None = None  # [N] the positives' scores
+    level: Tensor | None = None  # [N] the positives' products
+    cache: Tensor | None = None  # score tiles kept for the backward pass
+    unit: float = 1.0
+
+    def nats(self, logits: Tensor, times: float = 1.0, over: float | Tensor = 1.0) -> Tensor:
+        """times / over * logits, in nats."""
+        return logits * (self.unit * times / over)
+
+    def logits(self, products: Tensor, scale: Tensor) -> Tensor:
+        """The scores of some products, in the same unit."""
+        return products * (scale / self.unit)
+
+    def logaddexp(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.logaddexp(a, b) if self.unit == 1 else torch.logaddexp2(a, b)
+
+    def logsumexp(self, logits: Tensor, dim: int) -> Tensor:
+        return (logits * self.unit).logsumexp(dim) / self.unit
+
+    def tensors(self) -> tuple[Any, ...]:
+        """All fields but the unit in one tuple, as autograd and `torch.library` want them."""
+        return *self.row, *self.col, self.pos, self.level, self.cache
+
+    @classmethod
+    def of(cls, tensors: Iterable[Any], unit: float = 1.0) -> PairStats:
+        """The inverse of `tensors`."""
+        each = iter(tensors)
+        row, col = (SideStats(*(next(each) for _ in SideStats._fields)) for _ in range(2))
+        pos, level, cache = each
+        return cls(row, col, pos, level, cache, unit)
+
+    def constants(self) -> tuple[Tensor | None, ...]:
+        """The fields without gradient."""
+        sides = (self.row, self.col)
+        per_side = (x for side in sides for x in (side.slack, side.counts, side.higher, side.equal))
+        return *per_side, self.level, self.cache
+
+
+def shapes(x: Inputs, spec: Spec) -> PairStats:
+    """The shapes of the results, as a record of tuples. The size of the cache depends on the tiles and is not here."""
+    n, m = x.query.shape[0], x.keys.shape[0]
+    sides = []
+    for length, wanted in ((n, spec.rows), (m, spec.cols)):
+        size: Any = (length,)
+        classes = wanted and x.query_classes is not None
+        sides.append(
+            SideStats(
+                total=size if wanted else None,
+                slack=size if wanted and spec.reduce == "lse" else None,
+                sums=size if classes else None,
+                counts=size if classes else None,
+                higher=size if wanted and spec.ranks else None,
+                equal=size if wanted and spec.ties else None,
+            )
+        )
+    own: Any = None if x.labels is None else (n,)
+    row, col = sides
+    return PairStats(row, col, pos=own, level=own if spec.compares else None)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from contratile.engine.autograd import Engine, pair_stats
-from contratile.engine.spec import Inputs, Task
+from contratile.engine.autograd import pair_stats
+from contratile.engine.spec import Inputs, Spec
 from contratile.errors import bad_value, check_features, check_temperature, check_transform, check_vector
 from contratile.integrations.attributes import CheckedModule
 from contratile.losses.cross_entropy import as_tensor, class_losses
@@ -34,8 +34,8 @@ class Sets(NamedTuple):
     key_labels: Tensor  # [M]
 
     @property
-    def engine(self) -> Engine:
-        return Engine(Ring.flat(ALONE, (len(self.key_labels),), total=len(self.query)))
+    def ring(self) -> Ring:
+        return Ring.flat(ALONE, (len(self.key_labels),), total=len(self.query))
 
 
 class _Loss(CheckedModule):
@@ -169,10 +169,11 @@ class NTXentLoss(_Loss):
     def _loss(self, x: Sets) -> Tensor:
         scale = 1 / as_tensor(self.temperature, x.query)
         inputs = Inputs(x.query, x.key, scale, query_ids=x.query_labels, key_ids=x.key_labels)
-        results, unit = pair_stats(inputs, Task(cols=False), x.engine)
+        stats = pair_stats(x.ring, inputs, Spec(cols=False))
+        assert stats.row.total is not None
         pairs = Positives.of(x.query_labels, x.key_labels, same_set=x.key is None)
         key = x.query if x.key is None else x.key
-        total: Tensor = _PairLosses.apply(x.query, key, results["row"] * unit, scale, pairs)  # type: ignore[no-untyped-call]
+        total: Tensor = _PairLosses.apply(x.query, key, stats.nats(stats.row.total), scale, pairs)  # type: ignore[no-untyped-call]
         return total / max(pairs.number, 1)
 
 
@@ -187,7 +188,7 @@ class SupConLoss(_Loss):
     def _loss(self, x: Sets) -> Tensor:
         scale = 1 / as_tensor(self.temperature, x.query)
         inputs = Inputs(x.query, x.key, scale, query_classes=x.query_labels, key_classes=x.key_labels)
-        losses, count = class_losses(inputs, x.engine, exclude_self=x.key is None)
+        losses, count = class_losses(inputs, Spec(exclude_self=x.key is None), x.ring)
         return losses.sum() / (count > 0).sum().clamp(min=1)
 
 

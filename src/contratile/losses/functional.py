@@ -1,96 +1,35 @@
-"""The losses as functions: each is a few lines on the primitive.
+"""The losses as functions: each is a few lines on the engine.
 
-Features are [N, D] and are never normalised here: pass normalised ones where cosines are meant. Values come back
-in fp32 (fp64 for fp64 features), also for 16-bit features, of which PyTorch's own losses come back in 16 bits;
-gradients in the dtype of what they belong to. Every loss takes
-
-    group        "auto" (the default process group, if one is initialised), None (this process alone), or a group.
-                 Over several ranks a loss and its backward are collective: every rank of the group calls both
-    reduction    "none" (one value per local row), "sum" of these, or "mean": world_size / N_total times the sum, so
-                 that the mean over ranks is the global mean loss, and DDP's average of gradients is its gradient
-    backend      "auto", "torch" (tiles), "triton" (kernels, on CUDA and ROCm) or "dense" (materialises the scores; for
-                 comparison). "auto" is "triton" where that runs and covers the call, else "torch"
-    precision    of products of fp32 features where the hardware has TF32: "ieee", "tf32x3" (kernels; else as "ieee") or
-                 "tf32". None follows `torch.get_float32_matmul_precision()`: "highest" is "ieee", the others "tf32"
-    tile         rows and columns of a tile; None lets `plan_tiles` choose
-    cache_bytes  memory that may be spent on keeping score tiles for the backward pass, which then saves one of
-                 four matrix products for each tile kept; the results are the same to the last bit
-
-`clip_loss` and `info_nce` also take
-
-    ids              whole numbers, one per pair, or (query_ids, key_ids): keys of a query's id are no negatives of it
-                     (duplicates, several captions of one image); its positive stays
-    extra_keys       [E, D] more negatives for all queries: a queue, mined ones. Each rank brings its own, and all
-                     queries of all ranks meet them; `extra_ids` [E] compares with the ids of queries
-    hard_negatives   [N, H, D] negatives of each query's own; `hard_mask` [N, H] is False where one is padding
-    margin           a negative more similar than the positive less this margin (before the scale) is taken for a false
-                     one and dropped
-    label_smoothing  this share of the target is spread over all keys that count, the positive included
-    weights          [N] of pairs: the mean is sum(w * loss) / sum(w) over all ranks
-    return_stats     (loss, `BatchStats`) instead of the loss
-
-which cost nothing where they are not used.
+No loss normalises its features: pass normalised ones where cosines are meant. Losses are fp32 (fp64 for fp64 features),
+also for 16-bit features; gradients have the dtype of the tensors they belong to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
 
-from contratile.engine.autograd import Engine, pair_stats
-from contratile.engine.backends import BACKENDS, Backend, registry
-from contratile.engine.backends.precision import PRECISIONS, Precision
-from contratile.engine.spec import Inputs, Task
-from contratile.errors import (
-    bad_value,
-    check_choice,
-    check_count,
-    check_features,
-    check_labels,
-    check_pairs,
-    check_scale,
-    check_temperature,
-    check_transform,
-    check_vector,
-)
+from contratile.engine.autograd import pair_stats
+from contratile.engine.backends import Backend
+from contratile.engine.backends.precision import Precision
+from contratile.engine.spec import Inputs, Spec
+from contratile.errors import bad_value, check_labels, check_pairs, check_temperature, check_vector
 from contratile.keywords import known_keywords
-from contratile.losses.cross_entropy import (
-    BatchStats,
-    Ids,
-    Options,
-    Tally,
-    as_tensor,
-    batch_stats,
-    class_losses,
-    cross_entropies,
-    lse_above,
-    sums_over,
-)
-from contratile.losses.normalized import look_once
-from contratile.reference import REDUCTIONS, Reduction
-from contratile.ring.ring import Ring
-from contratile.ring.team import Facts, Group, Team
+from contratile.losses.batch_stats import BatchStats, Tally, batch_stats
+from contratile.losses.call import Call
+from contratile.losses.cross_entropy import as_tensor, class_losses, cross_entropies, lse_above, sums_over
+from contratile.losses.options import Ids, PairOptions
+from contratile.reference import Reduction
+from contratile.ring.team import Group
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class How(NamedTuple):
-    """The keywords of every loss."""
-
-    group: Group
-    reduction: Reduction
-    backend: Backend
-    tile: int | None
-    cache_bytes: int
-    precision: Precision | None
-
-
 class Keywords(TypedDict, total=False):
-    """The same, as type checkers see them."""
+    """The keywords of every loss, for type checkers."""
 
     group: Group
     reduction: Reduction
@@ -101,7 +40,7 @@ class Keywords(TypedDict, total=False):
 
 
 class PairKeywords(Keywords, total=False):
-    """What `clip_loss` and `info_nce` take."""
+    """The keywords of `clip_loss` and `info_nce`."""
 
     ids: Ids | None
     extra_keys: Tensor | None
@@ -127,18 +66,43 @@ def pair_lse(
     cache_bytes: int = 0,
     precision: Precision | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Row and column log-sum-exps of the scores, natural logarithm, without the scores. Replaces
+    """Row and column log-sum-exps of the scores, without the scores. Replaces
 
         scores = scale * query @ key.T
         return scores.logsumexp(1), scores.logsumexp(0)
 
-    A side that is not asked for is empty. `key=None` stands for the queries themselves, at half the work.
+    Args:
+        query: Features [N, D].
+        key: Features [M, D]. None means the queries themselves, at half the work.
+        scale: A number, or a 0-d tensor that may need a gradient.
+        rows: Return the log-sum-exp of each query over all keys.
+        cols: Return the log-sum-exp of each key over all queries.
+        group: "auto" (the default process group if one is initialised), None (this process alone) or a process group.
+            Over several ranks the call and its backward are collective.
+        backend: "auto", "torch" (tiles), "triton" (kernels on CUDA and ROCm) or "dense" (materialises the scores).
+        tile: Rows and columns of a tile. None chooses them from the caches and cores of the machine.
+        cache_bytes: Memory that may be spent on keeping score tiles for the backward pass. Results do not change.
+        precision: How fp32 features are multiplied on hardware with TF32: "ieee", "tf32x3" or "tf32". None follows
+            `torch.get_float32_matmul_precision()`.
+
+    Returns:
+        (row_lse [N], col_lse [M]), natural logarithm, differentiable. A side that is not asked for is empty.
+
+    Raises:
+        ValueError: A shape or an option cannot be used.
+        TypeError: An argument has the wrong type, dtype or device.
+
+    Example:
+        >>> import torch, contratile as ct
+        >>> row, col = ct.pair_lse(torch.randn(8, 4), torch.randn(6, 4), 2.0)
+        >>> row.shape, col.shape
+        (torch.Size([8]), torch.Size([6]))
     """
     features = {"query": query} if key is None else {"query": query, "key": key}
-    how = How(group, "none", backend, tile, cache_bytes, precision)
-    engine = _start(f"pair_lse rows={rows} cols={cols}", features, {"scale": scale}, how)
-    results, unit = pair_stats(Inputs(query, key, as_tensor(scale, query)), Task(rows=rows, cols=cols), engine)
-    row, col = (results[side] * unit if side in results else query.new_empty(0) for side in ("row", "col"))
+    spec = Spec(rows=rows, cols=cols, backend=backend, tile=tile, cache_bytes=cache_bytes, precision=precision)
+    rings = Call("pair_lse", features, {"scale": scale}, spec).start(group)
+    stats = pair_stats(rings.keys, Inputs(query, key, as_tensor(scale, query)), spec)
+    row, col = (query.new_empty(0) if side.total is None else stats.nats(side.total) for side in (stats.row, stats.col))
     return row, col
 
 
@@ -182,28 +146,70 @@ def clip_loss(
     cache_bytes: int = 0,
     precision: Precision | None = None,
 ) -> Tensor | tuple[Tensor, BatchStats]:
-    """The symmetric contrastive loss of CLIP over pairs (image_i, text_i). Replaces
+    """CLIP's symmetric contrastive loss over pairs (image_i, text_i). Replaces
 
         logits = scale * image @ text.T
         labels = torch.arange(len(logits))
         return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
-    Extra keys and hard negatives are texts: images are their queries.
+    Features are not normalised here: pass normalised ones for cosine similarities.
+
+    Args:
+        image: Features [N, D].
+        text: Features [N, D]; text i is the positive of image i.
+        scale: The logit scale (inverse temperature): a number, or a 0-d tensor that may need a gradient.
+        ids: Integers, one per pair, or (image_ids, text_ids). Texts that share the image's id are not used as
+            negatives (duplicates, several captions of one image), except the image's own positive.
+        extra_keys: [E, D] more texts, negatives of all images: a queue, mined negatives. Each rank passes its own;
+            all images of all ranks are compared with all of them.
+        extra_ids: [E] ids of the extra keys, compared with the ids of the images.
+        hard_negatives: [N, H, D] texts that are negatives of one image each.
+        hard_mask: [N, H] bool, False where a hard negative is padding.
+        margin: Drop negatives more similar than the positive minus this margin (before the scale): they are probably
+            false negatives.
+        label_smoothing: Share of the target that is spread evenly over all keys that count.
+        weights: [N] weights of the pairs; the mean is sum(w * loss) / sum(w) over all ranks.
+        return_stats: Return (loss, `BatchStats`) with top-1 accuracy, ranks and mean logits.
+        group: "auto" (the default process group if one is initialised), None (this process alone) or a process group.
+            Over several ranks the loss and its backward are collective: every rank calls both.
+        reduction: "mean", "sum" or "none" (one value per local pair). Over ranks "mean" is world_size / N_total times
+            the local sum, so that DDP's average of gradients is the gradient of the global mean.
+        backend: "auto", "torch" (tiles), "triton" (kernels on CUDA and ROCm) or "dense" (materialises the scores, for
+            comparison). "auto" uses "triton" where it runs and covers the call.
+        tile: Rows and columns of a tile. None chooses them from the caches and cores of the machine.
+        cache_bytes: Memory that may be spent on keeping score tiles for the backward pass, which saves one of four
+            matrix products per tile kept. Results do not change.
+        precision: How fp32 features are multiplied on hardware with TF32: "ieee", "tf32x3" (kernels only) or "tf32".
+            None follows `torch.get_float32_matmul_precision()`.
+
+    Returns:
+        The loss in fp32 (fp64 for fp64 features), or (loss, BatchStats).
+
+    Raises:
+        ValueError: A shape, label or option cannot be used.
+        TypeError: An argument has the wrong type, dtype or device.
+
+    Example:
+        >>> import torch, contratile as ct
+        >>> image, text = (torch.nn.functional.normalize(torch.randn(1000, 64), dim=1) for _ in range(2))
+        >>> loss = ct.clip_loss(image.requires_grad_(), text, 100.0)
+        >>> loss.backward()
     """
-    negatives = extra_keys, extra_ids, hard_negatives, hard_mask
-    options = Options(ids, *negatives, margin, label_smoothing, weights, return_stats)
+    options = PairOptions(
+        ids, extra_keys, extra_ids, hard_negatives, hard_mask, margin, label_smoothing, weights, return_stats
+    )
+    spec = Spec(backend=backend, tile=tile, cache_bytes=cache_bytes, precision=precision)
 
     def check() -> None:
         check_pairs("image and text", image, text)
         options.check(image, text, scale)
 
-    features = {"image": image, "text": text}
-    how = How(group, reduction, backend, tile, cache_bytes, precision)
-    engine = _start("clip_loss", features, {"scale": scale}, how, check, options)
+    call = Call("clip_loss", {"image": image, "text": text}, {"scale": scale}, spec, reduction, options)
+    rings = call.start(group, check)
     labels = torch.arange(len(image), device=image.device)
-    losses = cross_entropies(image, text, scale, labels, options, engine, cols=True)
-    loss = _reduce(losses.per_pair, losses.unit / 2, reduction, engine.ring, weights)
-    return loss if losses.stats is None else (loss, losses.stats)
+    losses = cross_entropies(image, text, scale, labels, options, spec, rings)
+    loss = call.reduce(losses.per_pair, losses.stats, rings.keys, share=0.5)
+    return loss if losses.batch is None else (loss, losses.batch)
 
 
 @overload
@@ -249,14 +255,58 @@ def info_nce(
     cache_bytes: int = 0,
     precision: Precision | None = None,
 ) -> Tensor | tuple[Tensor, BatchStats]:
-    """InfoNCE of queries against keys, of which there may be more than queries. Replaces
+    """InfoNCE: cross-entropy of each query against all keys. Replaces
 
         return F.cross_entropy(scale * query @ key.T, labels)
 
-    `labels[i]` is the row of `key` that is query i's positive; by default it is row i.
+    Features are not normalised here: pass normalised ones for cosine similarities.
+
+    Args:
+        query: Features [N, D].
+        key: Features [M, D]; there may be more keys than queries.
+        scale: The logit scale (inverse temperature): a number, or a 0-d tensor that may need a gradient.
+        labels: [N] index of each query's positive among this rank's keys. None: key i is the positive of query i.
+        ids: Integers, one per pair, or (query_ids, key_ids). Keys that share the query's id are not used as negatives,
+            except the query's own positive.
+        extra_keys: [E, D] more negatives of all queries: a queue, mined negatives. Each rank passes its own; all
+            queries of all ranks are compared with all of them.
+        extra_ids: [E] ids of the extra keys, compared with the ids of the queries.
+        hard_negatives: [N, H, D] negatives of one query each.
+        hard_mask: [N, H] bool, False where a hard negative is padding.
+        margin: Drop negatives more similar than the positive minus this margin (before the scale): they are probably
+            false negatives.
+        label_smoothing: Share of the target that is spread evenly over all keys that count.
+        weights: [N] weights of the queries; the mean is sum(w * loss) / sum(w) over all ranks.
+        return_stats: Return (loss, `BatchStats`) with top-1 accuracy, ranks and mean logits.
+        group: "auto" (the default process group if one is initialised), None (this process alone) or a process group.
+            Over several ranks the loss and its backward are collective: every rank calls both.
+        reduction: "mean", "sum" or "none" (one value per local query). Over ranks "mean" is world_size / N_total times
+            the local sum, so that DDP's average of gradients is the gradient of the global mean.
+        backend: "auto", "torch" (tiles), "triton" (kernels on CUDA and ROCm) or "dense" (materialises the scores, for
+            comparison). "auto" uses "triton" where it runs and covers the call.
+        tile: Rows and columns of a tile. None chooses them from the caches and cores of the machine.
+        cache_bytes: Memory that may be spent on keeping score tiles for the backward pass, which saves one of four
+            matrix products per tile kept. Results do not change.
+        precision: How fp32 features are multiplied on hardware with TF32: "ieee", "tf32x3" (kernels only) or "tf32".
+            None follows `torch.get_float32_matmul_precision()`.
+
+    Returns:
+        The loss in fp32 (fp64 for fp64 features), or (loss, BatchStats).
+
+    Raises:
+        ValueError: A shape, label or option cannot be used.
+        TypeError: An argument has the wrong type, dtype or device.
+
+    Example:
+        >>> import torch, contratile as ct
+        >>> query, key = torch.randn(100, 16), torch.randn(300, 16)
+        >>> ct.info_nce(query, key, 0.5, labels=torch.arange(100) + 200, reduction="none").shape
+        torch.Size([100])
     """
-    negatives = extra_keys, extra_ids, hard_negatives, hard_mask
-    options = Options(ids, *negatives, margin, label_smoothing, weights, return_stats)
+    options = PairOptions(
+        ids, extra_keys, extra_ids, hard_negatives, hard_mask, margin, label_smoothing, weights, return_stats
+    )
+    spec = Spec(cols=False, backend=backend, tile=tile, cache_bytes=cache_bytes, precision=precision)
 
     def check() -> None:
         if labels is not None:
@@ -268,13 +318,12 @@ def info_nce(
             bad_value("key", expected=f"at least {len(query)} rows", got=len(key), remedy=remedy)
         options.check(query, key, scale)
 
-    how = How(group, reduction, backend, tile, cache_bytes, precision)
-    features = {"query": query, "key": key}
-    engine = _start("info_nce", features, {"scale": scale}, how, check, options)
+    call = Call("info_nce", {"query": query, "key": key}, {"scale": scale}, spec, reduction, options)
+    rings = call.start(group, check)
     labels = torch.arange(len(query), device=query.device) if labels is None else labels.long()
-    losses = cross_entropies(query, key, scale, labels, options, engine, cols=False)
-    loss = _reduce(losses.per_pair, losses.unit, reduction, engine.ring, weights)
-    return loss if losses.stats is None else (loss, losses.stats)
+    losses = cross_entropies(query, key, scale, labels, options, spec, rings)
+    loss = call.reduce(losses.per_pair, losses.stats, rings.keys)
+    return loss if losses.batch is None else (loss, losses.batch)
 
 
 @overload
@@ -309,33 +358,69 @@ def nt_xent(
     cache_bytes: int = 0,
     precision: Precision | None = None,
 ) -> Tensor | tuple[Tensor, BatchStats]:
-    """SimCLR's loss of two views of each example: every view against all others. Replaces
+    """SimCLR's NT-Xent: each view against all other views; its positive is the other view of the example. Replaces
 
         z = torch.cat([z1, z2])
         scores = (z @ z.T / temperature).fill_diagonal_(-inf)
         return F.cross_entropy(scores, torch.arange(2 * n).roll(n))
 
-    Scores are symmetric: on one process only the upper triangle of tiles is computed. The mean is over all 2N views,
-    and `reduction="none"` gives those of z1, then those of z2.
+    Scores are symmetric: on one process only the upper triangle of tiles is computed. Features are not normalised here.
+
+    Args:
+        z1: Features [N, D] of the first views.
+        z2: Features [N, D] of the second views.
+        temperature: A number, or a 0-d tensor that may need a gradient.
+        return_stats: Return (loss, `BatchStats`) with top-1 accuracy, ranks and mean logits.
+        group: "auto" (the default process group if one is initialised), None (this process alone) or a process group.
+            Over several ranks the loss and its backward are collective: every rank calls both.
+        reduction: "mean" over all 2N views, "sum" or "none" (the N values of z1, then those of z2). Over ranks "mean"
+            is world_size / N_total times the local sum, so that DDP's average of gradients is the gradient of the
+            global mean.
+        backend: "auto", "torch" (tiles), "triton" (kernels on CUDA and ROCm) or "dense" (materialises the scores, for
+            comparison). "auto" uses "triton" where it runs and covers the call.
+        tile: Rows and columns of a tile. None chooses them from the caches and cores of the machine.
+        cache_bytes: Memory that may be spent on keeping score tiles for the backward pass. Results do not change.
+        precision: How fp32 features are multiplied on hardware with TF32: "ieee", "tf32x3" (kernels only) or "tf32".
+            None follows `torch.get_float32_matmul_precision()`.
+
+    Returns:
+        The loss in fp32 (fp64 for fp64 features), or (loss, BatchStats).
+
+    Raises:
+        ValueError: A shape or an option cannot be used.
+        TypeError: An argument has the wrong type, dtype or device.
+
+    Example:
+        >>> import torch, contratile as ct
+        >>> z1, z2 = (torch.nn.functional.normalize(torch.randn(256, 32), dim=1) for _ in range(2))
+        >>> loss, stats = ct.nt_xent(z1, z2, 0.5, return_stats=True)
     """
+    spec = Spec(
+        cols=False,
+        exclude_self=True,
+        ranks=return_stats,
+        backend=backend,
+        tile=tile,
+        cache_bytes=cache_bytes,
+        precision=precision,
+    )
 
     def check() -> None:
         check_pairs("z1 and z2", z1, z2)
         check_temperature(temperature)
 
-    how = How(group, reduction, backend, tile, cache_bytes, precision)
-    engine = _start("nt_xent", {"z1": z1, "z2": z2}, {"temperature": temperature}, how, check, views=2)
+    call = Call("nt_xent", {"z1": z1, "z2": z2}, {"temperature": temperature}, spec, reduction, views=2)
+    ring = call.start(group, check).keys
     z = torch.cat([z1, z2])
-    labels = torch.arange(len(z), device=z.device).roll(len(z1))
-    x = Inputs(z, None, 1 / as_tensor(temperature, z), labels=labels)
-    task = Task(cols=False, exclude_self=True, ranks=return_stats)
-    results, unit = pair_stats(*(sums_over(x, task) if return_stats else (x, task)), engine)
-    above = lse_above(results["pos"], results)
-    loss = _reduce(above, unit, reduction, engine.ring)
+    x = Inputs(z, None, 1 / as_tensor(temperature, z), labels=torch.arange(len(z), device=z.device).roll(len(z1)))
+    stats = pair_stats(ring, *(sums_over(x, spec) if return_stats else (x, spec)))
+    assert stats.pos is not None
+    above = lse_above(stats.pos, stats.row)
+    loss = call.reduce(above, stats, ring)
     if not return_stats:
         return loss
-    rows = Tally(above, results["row_sums"], results["row_counts"], results["row_higher"])
-    return loss, batch_stats(rows, None, results["pos"], unit, engine)
+    rows = Tally(above, stats.row.sums, stats.row.counts, stats.row.higher)
+    return loss, batch_stats(rows, None, stats, ring.team)
 
 
 @known_keywords
@@ -351,38 +436,67 @@ def sup_con(
     cache_bytes: int = 0,
     precision: Precision | None = None,
 ) -> Tensor:
-    """The supervised contrastive loss: all others of an anchor's label are its positives. Replaces
+    """The supervised contrastive loss: all other rows with an anchor's label are its positives. Replaces
 
         scores = z @ z.T / temperature
         log_prob = scores - scores.clone().fill_diagonal_(-inf).logsumexp(1, keepdim=True)
         positive = (labels[:, None] == labels).fill_diagonal_(False)
         return -((log_prob * positive).sum(1) / positive.sum(1))[positive.any(1)].mean()
 
-    An anchor without a positive is 0 and is not counted in the mean.
+    Features are not normalised here.
 
     SupContrast's `SupConLoss(temperature, contrast_mode="all", base_temperature)` of `features` [B, V, D] is
 
         z = torch.cat(features.unbind(1))
         loss = temperature / base_temperature * sup_con(z, labels.repeat(V), temperature, reduction="sum") / len(z)
 
-    as it multiplies by `temperature / base_temperature` (by default 0.07 both) and takes the mean over all anchors: the
-    same mean as here whenever each has a positive, as with two views. `contrast_mode="one"`, with anchors of the first
-    view only, is the mean of the first B values of `reduction="none"`, times the same factor.
+    It multiplies by `temperature / base_temperature` (both 0.07 by default) and averages over all anchors: the same
+    mean as here if each has a positive, as with two views. `contrast_mode="one"`, with anchors of the first view only,
+    is the mean of the first B values of `reduction="none"`, times the same factor.
+
+    Args:
+        z: Features [N, D].
+        labels: [N] integers; rows of equal label are positives of each other.
+        temperature: A number, or a 0-d tensor that may need a gradient.
+        group: "auto" (the default process group if one is initialised), None (this process alone) or a process group.
+            Over several ranks the loss and its backward are collective: every rank calls both.
+        reduction: "mean" over anchors that have a positive, "sum" or "none" (0 for an anchor without positive). Over
+            ranks the mean of the returned values is the global mean.
+        backend: "auto", "torch" (tiles), "triton" (kernels on CUDA and ROCm) or "dense" (materialises the scores, for
+            comparison). "auto" uses "triton" where it runs and covers the call.
+        tile: Rows and columns of a tile. None chooses them from the caches and cores of the machine.
+        cache_bytes: Memory that may be spent on keeping score tiles for the backward pass. Results do not change.
+        precision: How fp32 features are multiplied on hardware with TF32: "ieee", "tf32x3" (kernels only) or "tf32".
+            None follows `torch.get_float32_matmul_precision()`.
+
+    Returns:
+        The loss in fp32 (fp64 for fp64 features).
+
+    Raises:
+        ValueError: A shape or an option cannot be used.
+        TypeError: An argument has the wrong type, dtype or device.
+
+    Example:
+        >>> import torch, contratile as ct
+        >>> z = torch.nn.functional.normalize(torch.randn(256, 32), dim=1)
+        >>> loss = ct.sup_con(z, torch.arange(256) % 10)
     """
+    spec = Spec(cols=False, exclude_self=True, backend=backend, tile=tile, cache_bytes=cache_bytes, precision=precision)
 
     def check() -> None:
         check_vector("labels", labels, length=len(z), device=z.device)
         check_temperature(temperature)
 
-    how = How(group, reduction, backend, tile, cache_bytes, precision)
-    engine = _start("sup_con", {"z": z}, {"temperature": temperature}, how, check)
+    ring = Call("sup_con", {"z": z}, {"temperature": temperature}, spec, reduction).start(group, check).keys
     classes = labels.long()
     x = Inputs(z, None, 1 / as_tensor(temperature, z), query_classes=classes, key_classes=classes)
-    rows, count = class_losses(x, engine, exclude_self=True)
-    if reduction != "mean":
-        return _reduce(rows, 1.0, reduction, engine.ring)
-    team = engine.ring.team
-    return rows.sum() * (team.size / team.sum((count > 0).sum().to(rows.dtype)).clamp(min=1))
+    per_anchor, count = class_losses(x, spec, ring)
+    if reduction == "none":
+        return per_anchor
+    if reduction == "sum":
+        return per_anchor.sum()
+    anchors = ring.team.sum((count > 0).sum().to(per_anchor.dtype))
+    return per_anchor.sum() * (ring.team.size / anchors.clamp(min=1))
 
 
 @overload
@@ -420,115 +534,65 @@ def siglip_loss(
     cache_bytes: int = 0,
     precision: Precision | None = None,
 ) -> Tensor | tuple[Tensor, BatchStats]:
-    """The sigmoid loss of SigLIP, scaled as open_clip's. Replaces
+    """SigLIP's sigmoid loss, scaled as in open_clip. Replaces
 
-    logits = scale * image @ text.T + bias
-    return -F.logsigmoid((2 * torch.eye(n) - 1) * logits).sum() / n
+        logits = scale * image @ text.T + bias
+        return -F.logsigmoid((2 * torch.eye(n) - 1) * logits).sum() / n
+
+    Features are not normalised here: pass normalised ones for cosine similarities.
+
+    Args:
+        image: Features [N, D].
+        text: Features [N, D]; text i is the positive of image i.
+        scale: The logit scale: a number, or a 0-d tensor that may need a gradient.
+        bias: The logit bias: a number, or a 0-d tensor that may need a gradient.
+        return_stats: Return (loss, `BatchStats`) with top-1 accuracy, ranks and mean logits.
+        group: "auto" (the default process group if one is initialised), None (this process alone) or a process group.
+            Over several ranks the loss and its backward are collective: every rank calls both.
+        reduction: "mean", "sum" or "none" (one value per local image). Over ranks "mean" is world_size / N_total times
+            the local sum, so that DDP's average of gradients is the gradient of the global mean.
+        backend: "auto", "torch" (tiles), "triton" (kernels on CUDA and ROCm) or "dense" (materialises the scores, for
+            comparison). "auto" uses "triton" where it runs and covers the call.
+        tile: Rows and columns of a tile. None chooses them from the caches and cores of the machine.
+        cache_bytes: Memory that may be spent on keeping score tiles for the backward pass. Results do not change.
+        precision: How fp32 features are multiplied on hardware with TF32: "ieee", "tf32x3" (kernels only) or "tf32".
+            None follows `torch.get_float32_matmul_precision()`.
+
+    Returns:
+        The loss in fp32 (fp64 for fp64 features), or (loss, BatchStats).
+
+    Raises:
+        ValueError: A shape or an option cannot be used.
+        TypeError: An argument has the wrong type, dtype or device.
+
+    Example:
+        >>> import torch, contratile as ct
+        >>> image, text = (torch.nn.functional.normalize(torch.randn(256, 32), dim=1) for _ in range(2))
+        >>> loss = ct.siglip_loss(image, text, 10.0, -10.0)
     """
+    spec = Spec(
+        reduce="softplus",
+        cols=return_stats,
+        ranks=return_stats,
+        backend=backend,
+        tile=tile,
+        cache_bytes=cache_bytes,
+        precision=precision,
+    )
 
     def check() -> None:
         check_pairs("image and text", image, text)
-        check_scale(bias, "bias")
 
-    how = How(group, reduction, backend, tile, cache_bytes, precision)
-    numbers = {"scale": scale, "bias": bias}
-    engine = _start("siglip_loss", {"image": image, "text": text}, numbers, how, check)
-    labels = torch.arange(len(image), device=image.device)
+    call = Call("siglip_loss", {"image": image, "text": text}, {"scale": scale, "bias": bias}, spec, reduction)
+    ring = call.start(group, check).keys
     shift = as_tensor(bias, image)
-    x = Inputs(image, text, as_tensor(scale, image), shift, labels=labels)
-    task = Task(reduce="softplus", cols=return_stats, ranks=return_stats)
-    results, unit = pair_stats(*(sums_over(x, task) if return_stats else (x, task)), engine)
-    loss = _reduce(results["row"], unit, reduction, engine.ring)
+    x = Inputs(image, text, as_tensor(scale, image), shift, labels=torch.arange(len(image), device=image.device))
+    stats = pair_stats(ring, *(sums_over(x, spec) if return_stats else (x, spec)))
+    row, col = stats.row, stats.col
+    assert row.total is not None
+    loss = call.reduce(row.total, stats, ring)
     if not return_stats:
         return loss
-    number = results["row_counts"]
-    rows = Tally(results["row"], results["row_sums"] + number * shift, number, results["row_higher"])
-    cols = Tally(results["col"], None, None, results["col_higher"])
-    return loss, batch_stats(rows, cols, results["pos"], unit, engine)
-
-
-def _start(
-    call: str,
-    features: dict[str, Tensor],
-    numbers: dict[str, Tensor | float],
-    how: How,
-    check: Callable[[], None] = lambda: None,
-    options: Options | None = None,
-    *,
-    views: int = 1,
-) -> Engine:
-    """Check the arguments and, over several ranks, that everybody is making the same call.
-
-    A loss that takes its features together as one set of `views` per row has so many times their rows.
-    """
-    group, reduction, backend, tile, cache_bytes, precision = how
-    team = Team.of(group)
-    try:
-        more = () if options is None else (options.extra_keys, options.hard_negatives)
-        check_transform(call.split()[0], backend, (*features.values(), *numbers.values(), *more))
-        check_features(features, empty=team.size > 1)
-        check_choice("reduction", reduction, REDUCTIONS)
-        for name, number in numbers.items():
-            check_scale(number, name)
-        check()
-        check_choice("backend", backend, BACKENDS)
-        check_count("cache_bytes", cache_bytes, least=0)
-        if precision is not None:
-            check_choice("precision", precision, PRECISIONS)
-        if tile is not None:
-            check_count("tile", tile, least=1)
-        if backend == "dense" and team.size > 1:
-            remedy = "Use backend='auto', or group=None for this rank's own pairs."
-            bad_value(
-                "backend", expected="'auto', 'torch' or 'triton' over several ranks", got="'dense'", remedy=remedy
-            )
-        if not torch.compiler.is_compiling():  # the compiled operator finds out for itself
-            registry.require(backend, next(iter(features.values())).device)
-        if not call.startswith("pair_lse"):  # which makes no claim about what its scores are
-            look_once(call, tuple(features.values()), numbers)
-    except Exception as error:  # whatever it is, the other ranks are not left waiting
-        team.refuse(error)
-        raise
-    query, *others = features.values()
-    key = others[0] if others and views == 1 else query
-    extra = None if options is None else options.extra_keys
-    mine = views * query.shape[0], views * key.shape[0], 0 if extra is None else extra.shape[0]
-    sizes = [mine]
-    if team.size > 1:
-        inputs = {**features, "extra_keys": extra, **numbers}
-        wanting = [name for name, x in inputs.items() if isinstance(x, Tensor) and x.requires_grad]
-        facts = team.handshake(
-            Facts(
-                queries=mine[0],
-                keys=mine[1],
-                extra=mine[2],
-                features=query.shape[1],
-                dtype=str(query.dtype).removeprefix("torch."),
-                device=query.device.type,
-                call=f"{call} {reduction} {'' if options is None else options.named()}",
-                gradient=" ".join(wanting) if torch.is_grad_enabled() and wanting else "none",
-            )
-        )
-        sizes = [(fact.queries, fact.keys, fact.extra) for fact in facts]
-    queries, keys, extras = zip(*sizes, strict=True)
-    if team.size > 1 and not (sum(queries) and sum(keys)):
-        remedy = "An empty batch has no loss; skip it or use drop_last=True in the loader."
-        bad_value("global batch", expected="at least one row", got=f"none on any of {team.size} ranks", remedy=remedy)
-    ring = Ring.flat(team, keys, total=sum(queries))
-    extra_ring = None if extra is None else Ring.flat(team, extras, total=sum(queries))
-    return Engine(ring, backend, tile, cache_bytes, extra_ring, precision)
-
-
-def _reduce(per_row: Tensor, unit: float, reduction: Reduction, ring: Ring, weights: Tensor | None = None) -> Tensor:
-    """`unit` times the rows, their sum, or their share of the global mean, each weighed."""
-    if weights is not None:
-        weights = weights.to(per_row.dtype)
-        per_row = per_row * weights
-    if reduction == "none":
-        return per_row * unit
-    if reduction == "sum":
-        return per_row.sum() * unit
-    if weights is None:
-        return per_row.sum() * (unit * ring.team.size / ring.total)
-    total = ring.team.sum(weights.sum(dtype=per_row.dtype))
-    return per_row.sum() * (unit * ring.team.size / torch.where(total == 0, 1, total))
+    assert row.sums is not None and row.counts is not None and col.total is not None
+    rows = Tally(row.total, row.sums + row.counts * shift, row.counts, row.higher)
+    return loss, batch_stats(rows, Tally(col.total, None, None, col.higher), stats, ring.team)

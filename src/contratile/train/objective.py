@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from contratile.losses import functional
-from contratile.losses.cross_entropy import BatchStats
+from contratile.losses.batch_stats import BatchStats
 from contratile.losses.normalized import typical_norms
 from contratile.train.config import LossConfig
 

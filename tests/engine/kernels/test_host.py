@@ -14,7 +14,7 @@ from contratile.engine.backends import registry, triton_tiles
 from contratile.engine.backends.block import KernelError
 from contratile.engine.backends.triton_configs import TABLE, cut_backward
 from contratile.engine.backends.triton_tiles import Device, Launch
-from contratile.engine.spec import Inputs, Task
+from contratile.engine.spec import Inputs, Spec, Wanted
 from contratile.losses.cross_entropy import as_tensor
 from contratile.ring.ring import Ring
 from contratile.ring.team import ALONE
@@ -23,11 +23,11 @@ from tests.engine.kernels.ahead_of_time import recorded
 N, D = 300, 64
 GPU = torch.device("meta")
 
-TASKS: dict[str, Task] = {
-    "clip": Task(),
-    "one set": Task(exclude_self=True, cols=False),
-    "ids": Task(cols=False),
-    "softplus": Task("softplus", cols=False),
+TASKS: dict[str, Spec] = {
+    "clip": Spec(),
+    "one set": Spec(exclude_self=True, cols=False),
+    "ids": Spec(cols=False),
+    "softplus": Spec("softplus", cols=False),
 }
 
 
@@ -43,7 +43,7 @@ def inputs(name: str, dtype: torch.dtype) -> Inputs:
 @pytest.mark.parametrize("name", TASKS)
 def test_nothing_waits_for_the_gpu(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors that have no numbers cannot be asked for one: so a step can also be captured as a graph."""
-    monkeypatch.setattr(registry, "choose", lambda x, task: triton_tiles)
+    monkeypatch.setattr(registry, "choose", lambda x, spec: triton_tiles)
     monkeypatch.setattr(triton_tiles, "adds_in_fp32", lambda device, dtype: False)  # found out once, before
     monkeypatch.setattr(triton_tiles, "_on", lambda device: nullcontext())
     monkeypatch.setattr(Device, "of", lambda device: Device(90, 132))
@@ -52,7 +52,8 @@ def test_nothing_waits_for_the_gpu(name: str, dtype: torch.dtype, monkeypatch: p
         x = inputs(name, dtype)
         ring = Ring.flat(ALONE, (N,), total=N)
         results = passes.forward(ring, x, task)
-        grads = passes.backward(ring, x, task, results, results, (True, x.key is not None, True, x.bias is not None))
+        wanted = Wanted(True, x.key is not None, True, x.bias is not None)
+        grads = passes.backward(ring, x, task, results, results, wanted)
         assert all(grad is None or grad.device == GPU for grad in grads)
     assert {launch.kernel.__name__ for launch in launches} == {"forward_tiles", "merge_parts", "gradient_tiles"}
 

@@ -19,7 +19,7 @@ import contratile as ct
 from contratile.engine.backends import registry, torch_tiles, triton_configs, triton_tiles
 from contratile.engine.backends.precision import library_products, resolve
 from contratile.engine.backends.triton_configs import TABLE, config_for, cut_backward, cut_forward, kind_of, known_arch
-from contratile.engine.spec import Inputs, Task
+from contratile.engine.spec import Inputs, Spec
 from tests.helpers import features, run
 
 GPU = torch.device("cuda", 0)
@@ -48,18 +48,18 @@ def available(monkeypatch: pytest.MonkeyPatch, reason: str | None = None) -> Non
 
 def test_auto_takes_kernels_on_a_gpu_and_torch_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     available(monkeypatch)
-    assert isinstance(registry.choose(on_gpu(), Task()), registry.KernelsOrTorch)
-    assert registry.choose(on_gpu(), Task(backend="torch")) is torch_tiles
-    assert registry.choose(on_gpu(), Task(backend="triton")) is triton_tiles
-    assert registry.choose(Inputs(torch.ones(2, 2), None, torch.ones(())), Task()) is torch_tiles
+    assert isinstance(registry.choose(on_gpu(), Spec()), registry.KernelsOrTorch)
+    assert registry.choose(on_gpu(), Spec(backend="torch")) is torch_tiles
+    assert registry.choose(on_gpu(), Spec(backend="triton")) is triton_tiles
+    assert registry.choose(Inputs(torch.ones(2, 2), None, torch.ones(())), Spec()) is torch_tiles
 
 
-ASKED: dict[str, tuple[Inputs, Task]] = {
-    "margin": (on_gpu(), Task(margin=0.1)),
-    "return_stats": (on_gpu(), Task(ranks=True)),
-    "cache_bytes": (on_gpu(), Task(cache_bytes=1)),
-    "float64": (on_gpu(torch.float64), Task()),
-    "softplus of one set": (on_gpu(key=None), Task(reduce="softplus")),
+ASKED: dict[str, tuple[Inputs, Spec]] = {
+    "margin": (on_gpu(), Spec(margin=0.1)),
+    "return_stats": (on_gpu(), Spec(ranks=True)),
+    "cache_bytes": (on_gpu(), Spec(cache_bytes=1)),
+    "float64": (on_gpu(torch.float64), Spec()),
+    "softplus of one set": (on_gpu(key=None), Spec(reduce="softplus")),
 }
 
 
@@ -73,10 +73,10 @@ def test_every_gap_has_a_case_and_a_line_in_the_documentation() -> None:
 def test_what_kernels_do_not_cover(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The torch backend does it, without a word; whoever asks for kernels by name is told."""
     available(monkeypatch)
-    x, task = ASKED[name]
-    assert registry.choose(x, task) is torch_tiles
+    x, spec = ASKED[name]
+    assert registry.choose(x, spec) is torch_tiles
     with pytest.raises(ValueError, match=rf"expected what kernels cover, got {name}. Use backend='auto'"):
-        registry.choose(x, task._replace(backend="triton"))
+        registry.choose(x, spec._replace(backend="triton"))
 
 
 def test_what_options_ask_for_is_covered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,9 +84,9 @@ def test_what_options_ask_for_is_covered(monkeypatch: pytest.MonkeyPatch) -> Non
     available(monkeypatch)
     some: Any = object()
     every = on_gpu(labels=some, query_ids=some, key_ids=some, query_classes=some, key_classes=some, bias=some)
-    for task in (Task(), Task(exclude_self=True), Task(reduce="softplus"), Task(rows=False), Task(cols=False, tile=64)):
-        assert isinstance(registry.choose(every, task), registry.KernelsOrTorch)
-    assert isinstance(registry.choose(on_gpu(key=None), Task(exclude_self=True)), registry.KernelsOrTorch)
+    for spec in (Spec(), Spec(exclude_self=True), Spec(reduce="softplus"), Spec(rows=False), Spec(cols=False, tile=64)):
+        assert isinstance(registry.choose(every, spec), registry.KernelsOrTorch)
+    assert isinstance(registry.choose(on_gpu(key=None), Spec(exclude_self=True)), registry.KernelsOrTorch)
 
 
 # --- where kernels cannot run -------------------------------------------------------------------------------------
@@ -99,19 +99,19 @@ def test_other_devices_use_torch(kind: str) -> None:
     x: Any = SimpleNamespace(is_cuda=False, is_cpu=False, device=device, dtype=torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert registry.choose(Inputs(x, x, torch.ones(())), Task()) is torch_tiles
+        assert registry.choose(Inputs(x, x, torch.ones(())), Spec()) is torch_tiles
     with pytest.raises(ValueError, match=f"got a device of type {kind}"):
-        registry.choose(Inputs(x, x, torch.ones(())), Task(backend="triton"))
+        registry.choose(Inputs(x, x, torch.ones(())), Spec(backend="triton"))
 
 
 def test_one_warning_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     available(monkeypatch, "no Triton (pip install 'contratile[triton]')")
     with pytest.warns(UserWarning, match="torch backend instead of its kernels: no Triton") as caught:
-        assert registry.choose(on_gpu(), Task()) is torch_tiles
-        assert registry.choose(on_gpu(), Task()) is torch_tiles
+        assert registry.choose(on_gpu(), Spec()) is torch_tiles
+        assert registry.choose(on_gpu(), Spec()) is torch_tiles
     assert len(caught) == 1
     with pytest.raises(ValueError, match=r"got no Triton .*Use backend='auto' or backend='torch'"):
-        registry.choose(on_gpu(), Task(backend="triton"))
+        registry.choose(on_gpu(), Spec(backend="triton"))
 
 
 def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_a_kernel_that_cannot_be_built_falls_back(step: str, monkeypatch: pytest
     q, k, scale = features(20, 6, seed=1), features(20, 6, seed=2), torch.tensor(3.0)
     expected = run(ct.clip_loss, q, k, scale)
     cpu = torch.device("cpu")
-    monkeypatch.setattr(registry, "choose", lambda x, task: registry.KernelsOrTorch(cpu))
+    monkeypatch.setattr(registry, "choose", lambda x, spec: registry.KernelsOrTorch(cpu))
     tried: list[str] = []
 
     def watched(name: str, function: Any) -> Any:
@@ -199,7 +199,7 @@ def test_running_out_of_memory_is_no_reason_to_change(monkeypatch: pytest.Monkey
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(triton_tiles, "forward", full)
-    monkeypatch.setattr(registry, "choose", lambda x, task: registry.KernelsOrTorch(torch.device("cpu")))
+    monkeypatch.setattr(registry, "choose", lambda x, spec: registry.KernelsOrTorch(torch.device("cpu")))
     x = features(4, 3, seed=1)
     with pytest.raises(torch.OutOfMemoryError):
         ct.clip_loss(x, x)

@@ -1,7 +1,7 @@
-"""What a backend is given and gives back: the scores of this rank's queries with one visiting block of keys.
+"""What a tiled backend is given and gives back: the scores of this rank's queries with one visiting block of keys.
 
-    rows, cols = backend.forward(scores, task, levels, pos)      # statistics, ready to be merged with other blocks'
-    backend.backward(scores, task, given, into)                  # adds the block's share to the gradients
+    rows, cols = backend.forward(scores, spec, levels, pos)      # statistics, ready to be merged with other blocks'
+    backend.backward(scores, spec, given, into)                  # adds the block's share to the gradients
 
 One process has one block, a ring one for each rank; a backend does not know the difference.
 """
@@ -15,20 +15,19 @@ from torch import Tensor
 
 from contratile.engine.plan import Tile, TilePlan
 from contratile.engine.rule import PairRule
-from contratile.engine.spec import Task
-
-Tensors = tuple[Tensor, ...]
+from contratile.engine.spec import SideStats, Spec
+from contratile.engine.stats import Stats
 
 
 class Scores(NamedTuple):
-    """What the scores of a block are made of, and how they are cut."""
+    """What the scores of a block are made of, and how they are cut into tiles."""
 
     q: Tensor
     k: Tensor | None
-    """None stands for the queries: the scores are symmetric, and only the upper triangle of tiles is computed."""
+    """None: the keys are the queries. Scores are symmetric, and only the upper triangle of tiles is computed."""
 
     alpha: Tensor
-    """Scores are alpha <q, k> + bias. Without `folded` the products are known by themselves: see `Task`."""
+    """Scores are alpha <q, k> + bias."""
 
     bias: Tensor | None
     rule: PairRule
@@ -36,10 +35,10 @@ class Scores(NamedTuple):
     """The tiles of the torch backend."""
 
     cache: Tensor
-    """Keeps, from forward to backward, the score tiles that fit into it."""
+    """Keeps the score tiles that fit into it from forward to backward."""
 
     folded: bool = True
-    """Alpha is multiplied into the queries, not into each tile of products."""
+    """Multiply alpha into the queries. Otherwise it is multiplied into each tile, after products were compared."""
 
     @property
     def key(self) -> Tensor:
@@ -49,18 +48,18 @@ class Scores(NamedTuple):
         return as_tile(self.cache[tile.offset : tile.end], tile, self.plan) if tile.end <= len(self.cache) else None
 
     @property
-    def on_queries(self) -> Tensor:
-        """What is multiplied into the queries: alpha, or its sign, so that a higher product is a higher score."""
+    def query_factor(self) -> Tensor:
+        """The factor of the queries: alpha, or its sign, so that a higher product is a higher score."""
         return self.alpha if self.folded else torch.where(self.alpha < 0, -1, 1).to(self.alpha.dtype)
 
     def products(self, q_RD: Tensor, k_CD: Tensor, tile: Tile, out: Tensor, spare: Tensor) -> Tensor:
-        """The products of a tile. Those of one set are made symmetric to the last bit."""
+        """The products of a tile. On the diagonal of symmetric scores they are made symmetric to the last bit."""
         if self.plan.flipped:
             torch.mm(k_CD, q_RD.t(), out=out.t())
         else:
             torch.mm(q_RD, k_CD.t(), out=out)
         if self.k is None and tile.rows == tile.cols:
-            torch.maximum(out, spare.copy_(out.t()), out=out)  # of two roundings of one number
+            torch.maximum(out, spare.copy_(out.t()), out=out)  # <a, b> and <b, a> may round differently
         return out
 
     def score_(self, products: Tensor, *, bias: bool = True) -> Tensor:
@@ -70,28 +69,58 @@ class Scores(NamedTuple):
         return products if self.bias is None or not bias else products.add_(self.bias)
 
 
+class SideParts(NamedTuple):
+    """Running statistics of the rows, or of the columns, over the blocks seen so far. None: not asked for."""
+
+    level: Tensor | None = None
+    total: Tensor | None = None
+    """Log-sum-exps as in `Stats`; sums of softplus have no level."""
+
+    higher: Tensor | None = None
+    equal: Tensor | None = None
+    sums: Tensor | None = None
+    counts: Tensor | None = None
+
+    def merge_(self, other: SideParts) -> None:
+        """Add what another block gave."""
+        mine, theirs = self, other
+        if self.level is not None and self.total is not None and other.level is not None and other.total is not None:
+            Stats(self.level, self.total).merge_(other.level, other.total)
+            mine, theirs = self._replace(level=None, total=None), other._replace(level=None, total=None)
+        for x, y in zip(mine, theirs, strict=True):
+            if x is not None and y is not None:
+                x.add_(y)
+
+    def finish(self, term: Tensor | None) -> SideStats:
+        """The statistics after the last block. `term` is a summed logit of each entry: see `Stats.finish`."""
+        total, slack = self.total, None
+        if self.level is not None and self.total is not None:
+            total, slack = Stats(self.level, self.total).finish(term)
+        return SideStats(total, slack, self.sums, self.counts, self.higher, self.equal)
+
+
 class Levels(NamedTuple):
-    """The positives' products that tiles are compared with, if the task does so."""
+    """The positives' products, which tiles are compared with if the spec asks for it."""
 
     row: Tensor | None
     col: Tensor | None
 
 
-class Side(NamedTuple):
+class SideGrad(NamedTuple):
     """What the backward pass knows of the rows, or of the columns."""
 
     lse: Tensor | None
-    """Their log-sum-exps; None of sums of softplus."""
+    """Their log-sum-exps; None for sums of softplus."""
 
     grad: Tensor
     level: Tensor | None
 
 
 class Given(NamedTuple):
-    """What the gradients of a block are made from. Of symmetric scores the rows are the columns too."""
+    """What the gradients of a block are made from. Rows of symmetric scores are columns too."""
 
-    row: Side | None
-    col: Side | None
+    row: SideGrad | None
+    col: SideGrad | None
     pos: Tensor | None
     """The positives' scores as the forward pass read them."""
 
@@ -99,19 +128,19 @@ class Given(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Where `backward` adds to. What is None is not wanted."""
+    """Where `backward` adds to; None: not wanted."""
 
     dq: Tensor | None
     """[N, D], in the queries' dtype or the accumulation dtype."""
 
     dk: Tensor | None
-    """[M, D], in the accumulation dtype, as every row block adds to it; 0 before. Of symmetric scores it is `dq`
-    itself, which is then 0 before as well."""
+    """[M, D], in the accumulation dtype, as every row block adds to it; must be zero-initialised. For symmetric scores
+    it is `dq` itself, which must then be zero-initialised too."""
 
     dalpha: Tensor | None
     dbias: Tensor | None
     once: bool = False
-    """Nothing else adds to `dq`: it is written, and need not be zero before."""
+    """Nothing else adds to `dq`: it is overwritten and need not be initialised."""
 
 
 class KernelError(RuntimeError):
@@ -119,13 +148,12 @@ class KernelError(RuntimeError):
 
 
 class Tiles(Protocol):
-    """A backend, as the passes see it."""
+    """A tiled backend, as the passes see it."""
 
-    def forward(self, scores: Scores, task: Task, levels: Levels, pos: Tensor | None) -> tuple[Tensors, Tensors]:
-        """What the rows and the columns gather from the block: of log-sum-exps `Stats`, of softplus sums, then what
-        else the task asks for. Each row's positive score is written to `pos`."""
+    def forward(self, scores: Scores, spec: Spec, levels: Levels, pos: Tensor | None) -> tuple[SideParts, SideParts]:
+        """What the rows and the columns gather from the block. Each row's positive score is written to `pos`."""
 
-    def backward(self, scores: Scores, task: Task, given: Given, into: Gradients) -> None:
+    def backward(self, scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
         """Add the block's share to the gradients."""
 
 

@@ -18,7 +18,7 @@ Precision = Literal["ieee", "tf32x3", "tf32"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 
 
-def resolve(asked: str, features: Tensor, backend: str) -> str:
+def resolve(asked: str | None, features: Tensor, backend: str) -> str:
     """What was asked for, else what PyTorch is set to for its own products: "high" and "medium" are TF32."""
     if asked or features.dtype != torch.float32 or (features.is_cpu and backend != "triton"):
         return asked or "ieee"
@@ -26,7 +26,7 @@ def resolve(asked: str, features: Tensor, backend: str) -> str:
 
 
 @contextmanager
-def library_products(precision: str, features: Tensor) -> Iterator[None]:
+def library_products(precision: str | None, features: Tensor) -> Iterator[None]:
     """PyTorch's own fp32 products follow `precision` inside."""
     if features.is_cpu or features.dtype != torch.float32:
         yield

@@ -11,29 +11,29 @@ import torch
 from torch import Tensor
 
 from contratile.engine.backends import torch_tiles
-from contratile.engine.backends.block import Given, Gradients, KernelError, Levels, Scores, Tensors, Tiles
-from contratile.engine.spec import Inputs, Task
+from contratile.engine.backends.block import Given, Gradients, KernelError, Levels, Scores, SideParts, Tiles
+from contratile.engine.spec import Inputs, Spec
 from contratile.errors import bad_value
 
 TRITON = (3, 7)
 """The oldest version that the kernels are written for."""
 
-NOT_COVERED: dict[str, Callable[[Inputs, Task], bool]] = {
-    "margin": lambda x, task: task.filters,
-    "return_stats": lambda x, task: task.ranks,
-    "cache_bytes": lambda x, task: task.cache_bytes > 0,
-    "float64": lambda x, task: x.query.dtype == torch.float64,
-    "softplus of one set": lambda x, task: task.reduce == "softplus" and x.key is None,
+NOT_COVERED: dict[str, Callable[[Inputs, Spec], bool]] = {
+    "margin": lambda x, spec: spec.filters,
+    "return_stats": lambda x, spec: spec.ranks,
+    "cache_bytes": lambda x, spec: spec.cache_bytes > 0,
+    "float64": lambda x, spec: x.query.dtype == torch.float64,
+    "softplus of one set": lambda x, spec: spec.reduce == "softplus" and x.key is None,
 }
 """What kernels leave to the torch backend."""
 
 
-def choose(x: Inputs, task: Task) -> Tiles:
+def choose(x: Inputs, spec: Spec) -> Tiles:
     """The backend for a call. `backend="triton"` raises where it cannot be had, "auto" takes the torch backend."""
-    if task.backend == "torch" or (task.backend == "auto" and not x.query.is_cuda):
+    if spec.backend == "torch" or (spec.backend == "auto" and not x.query.is_cuda):
         return torch_tiles
-    asked = task.backend == "triton"
-    beyond = [name for name, asks in NOT_COVERED.items() if asks(x, task)]
+    asked = spec.backend == "triton"
+    beyond = [name for name, asks in NOT_COVERED.items() if asks(x, spec)]
     if beyond:
         if asked:
             remedy = "Use backend='auto', which leaves such calls to the torch backend."
@@ -52,11 +52,15 @@ def choose(x: Inputs, task: Task) -> Tiles:
     return triton_tiles if asked else KernelsOrTorch(x.query.device)
 
 
-def require(backend: str, device: torch.device) -> None:
-    """Refuse `backend="triton"` where it cannot run."""
-    reason = unavailable(device) if backend == "triton" else None
-    if reason is not None:
-        refuse(reason)
+def check(backend: str, device: torch.device, ranks: int) -> None:
+    """Refuse a backend that cannot run here. `torch.compile` cannot trace this; its operator chooses for itself."""
+    if backend == "dense" and ranks > 1:
+        remedy = "Use backend='auto', or group=None for this rank's own pairs."
+        bad_value("backend", expected="'auto', 'torch' or 'triton' over several ranks", got="'dense'", remedy=remedy)
+    if backend == "triton" and not torch.compiler.is_compiling():
+        reason = unavailable(device)
+        if reason is not None:
+            refuse(reason)
 
 
 def refuse(reason: str, remedy: str = "Use backend='auto' or backend='torch'.") -> NoReturn:
@@ -111,25 +115,25 @@ class KernelsOrTorch:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def forward(self, scores: Scores, task: Task, levels: Levels, pos: Tensor | None) -> tuple[Tensors, Tensors]:
+    def forward(self, scores: Scores, spec: Spec, levels: Levels, pos: Tensor | None) -> tuple[SideParts, SideParts]:
         if self.device not in _failed:
             from contratile.engine.backends import triton_tiles
 
             try:
-                return triton_tiles.forward(scores, task, levels, pos)
+                return triton_tiles.forward(scores, spec, levels, pos)
             except KernelError as error:
                 self._give_up(error)
-        return torch_tiles.forward(scores, task, levels, pos)
+        return torch_tiles.forward(scores, spec, levels, pos)
 
-    def backward(self, scores: Scores, task: Task, given: Given, into: Gradients) -> None:
+    def backward(self, scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
         if self.device not in _failed:
             from contratile.engine.backends import triton_tiles
 
             try:
-                return triton_tiles.backward(scores, task, given, into)
+                return triton_tiles.backward(scores, spec, given, into)
             except KernelError as error:
                 self._give_up(error)
-        torch_tiles.backward(scores, task, given, into)
+        torch_tiles.backward(scores, spec, given, into)
 
     def _give_up(self, error: KernelError) -> None:
         _failed[self.device] = str(error)

@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from contratile.engine.backends.block import SideParts
 from contratile.engine.plan import Tile
 from contratile.engine.rule import PairRule
 from contratile.engine.stats import Stats, lowest, part, take
@@ -28,7 +29,7 @@ class Reader(Protocol):
     def read(self, s_RC: Tensor, spare_RC: Tensor, tile: Tile) -> None:
         """Take what is needed from the scores, which stay as they are; `spare_RC` is scratch."""
 
-    def parts(self) -> tuple[Tensors, Tensors]:
+    def parts(self) -> tuple[SideParts, SideParts]:
         """After the last tile: what was gathered for the rows and for the columns."""
 
 
@@ -43,13 +44,11 @@ class Weights(Protocol):
         the tile counts for its columns too."""
 
 
-Tensors = tuple[Tensor, ...]
 _T = TypeVar("_T")
-Side = tuple[int, _T, slice]
 
 
-def sides_of(tile: Tile, row: _T | None, col: _T | None) -> list[Side[_T]]:
-    """The vectors that a tile meets: the dimension that a reduction to each removes, and the part of it."""
+def sides_of(tile: Tile, row: _T | None, col: _T | None) -> list[tuple[int, _T, slice]]:
+    """The sides that a tile contributes to: (dimension that the reduction removes, side, its slice)."""
     sides = []
     if row is not None:
         sides.append((1, row, tile.rows))
@@ -161,7 +160,7 @@ class LseReader:
                     side.flush(self.shift)
                 self.shift = better
 
-    def _read_shared(self, s_RC: Tensor, e_RC: Tensor, sides: list[Side[Sums]]) -> bool:
+    def _read_shared(self, s_RC: Tensor, e_RC: Tensor, sides: list[tuple[int, Sums, slice]]) -> bool:
         assert self.shift is not None
         _exp2(s_RC, self.shift, e_RC)
         totals = [e_RC.sum(dim) for dim, _, _ in sides]
@@ -182,8 +181,8 @@ class LseReader:
         assert self.score_ is not None
         return self.score_(out)
 
-    def parts(self) -> tuple[Tensors, Tensors]:
-        row, col = (() if side is None else side.flush(self.shift) for side in (self.row, self.col))
+    def parts(self) -> tuple[SideParts, SideParts]:
+        row, col = (SideParts() if x is None else SideParts(*x.flush(self.shift)) for x in (self.row, self.col))
         return row, col
 
 
@@ -299,8 +298,8 @@ class SoftplusReader:
         for dim, total, index in sides_of(tile, self.row, self.col):
             total[index] += spare_RC.sum(dim)
 
-    def parts(self) -> tuple[Tensors, Tensors]:
-        return (self.row,), () if self.col is None else (self.col,)
+    def parts(self) -> tuple[SideParts, SideParts]:
+        return SideParts(total=self.row), SideParts(total=self.col)
 
 
 def _softplus(x: Tensor, out: Tensor) -> Tensor:
@@ -344,10 +343,6 @@ class Beaten:
         self.higher = torch.zeros_like(level)
         self.equal = torch.zeros_like(level) if ties else None
 
-    @property
-    def counts(self) -> Tensors:
-        return (self.higher,) if self.equal is None else (self.higher, self.equal)
-
 
 class RankReader:
     """How many products lie strictly above, and how many at, each row's and each column's positive."""
@@ -364,5 +359,8 @@ class RankReader:
             if side.equal is not None:
                 part(side.equal, index).add_(torch.eq(s_RC, level, out=spare_RC).sum(dim))
 
-    def parts(self) -> tuple[Tensors, Tensors]:
-        return self.row.counts, () if self.col is None else self.col.counts
+    def parts(self) -> tuple[SideParts, SideParts]:
+        row, col = (
+            SideParts() if x is None else SideParts(higher=x.higher, equal=x.equal) for x in (self.row, self.col)
+        )
+        return row, col

@@ -20,8 +20,8 @@ from contratile.engine.backends.block import (
     Gradients,
     Levels,
     Scores,
-    Side,
-    Tensors,
+    SideGrad,
+    SideParts,
     accumulation_dtype,
     as_tile,
 )
@@ -39,57 +39,60 @@ from contratile.engine.backends.torch_reductions import (
 )
 from contratile.engine.plan import Tile, TilePlan
 from contratile.engine.rule import PairRule
-from contratile.engine.spec import Task
+from contratile.engine.spec import Spec
 from contratile.engine.stats import lowest, part
 
 
-def forward(scores: Scores, task: Task, levels: Levels, pos: Tensor | None) -> tuple[Tensors, Tensors]:
+def forward(scores: Scores, spec: Spec, levels: Levels, pos: Tensor | None) -> tuple[SideParts, SideParts]:
     """Show every tile to the readers, after each row's positive score was written to `pos`."""
     plan, rule = scores.plan, scores.rule
-    reader, ranks = _reader(scores, task, levels), _rank_reader(task, levels)
+    reader, ranks = _reader(scores, spec, levels), _rank_reader(spec, levels)
     ws = Workspace(plan, scores.q, scores.key, tiles=2)
     for block, tiles in plan.blocks():
-        q_RD = ws.query(scores.q, block, scores.on_queries)
+        q_RD = ws.query(scores.q, block, scores.query_factor)
         for tile in tiles:
             s_RC, spare_RC = scores.cached(tile), ws.tile(1, tile)
             s_RC = ws.tile(0, tile) if s_RC is None else s_RC
             scores.products(q_RD, ws.key(scores.key, tile.cols), tile, s_RC, spare_RC)
-            if not task.knows_positives:
+            if not spec.compares:
                 scores.score_(s_RC)
                 if pos is not None:
                     _read_positives(s_RC, tile, rule, pos)
             rule.exclude_(s_RC, tile)
             if ranks is not None:
                 ranks.read(s_RC, spare_RC, tile)
-            if task.knows_positives and not task.filters:
+            if spec.compares and not spec.filters:
                 scores.score_(s_RC)
             reader.read(s_RC, spare_RC, tile)
     rows, cols = reader.parts()
-    if ranks is not None:
-        more_rows, more_cols = ranks.parts()
-        rows, cols = rows + more_rows, cols + more_cols
-    return rows, cols
+    if ranks is None:
+        return rows, cols
+    row_ranks, col_ranks = ranks.parts()
+    return (
+        rows._replace(higher=row_ranks.higher, equal=row_ranks.equal),
+        cols._replace(higher=col_ranks.higher, equal=col_ranks.equal),
+    )
 
 
-def _reader(scores: Scores, task: Task, levels: Levels) -> Reader:
+def _reader(scores: Scores, spec: Spec, levels: Levels) -> Reader:
     n, m, alpha, rule = scores.plan.n, scores.plan.m, scores.alpha, scores.rule
-    if task.reduce == "softplus":
-        return SoftplusReader(rule, alpha.new_zeros(n), alpha.new_zeros(m) if task.cols else None)
-    row = Sums(n, alpha, _limit(levels.row, task)) if task.rows else None
-    col = Sums(m, alpha, _limit(levels.col, task)) if task.cols else None
+    if spec.reduce == "softplus":
+        return SoftplusReader(rule, alpha.new_zeros(n), alpha.new_zeros(m) if spec.cols else None)
+    row = Sums(n, alpha, _limit(levels.row, spec)) if spec.rows else None
+    col = Sums(m, alpha, _limit(levels.col, spec)) if spec.cols else None
     return LseReader(rule, row, col, scores.score_)
 
 
-def _rank_reader(task: Task, levels: Levels) -> RankReader | None:
-    if not task.ranks:
+def _rank_reader(spec: Spec, levels: Levels) -> RankReader | None:
+    if not spec.ranks:
         return None
     assert levels.row is not None
-    row = Beaten(levels.row, ties=task.ties)
-    return RankReader(row, None if levels.col is None or not task.cols else Beaten(levels.col, ties=task.ties))
+    row = Beaten(levels.row, ties=spec.ties)
+    return RankReader(row, None if levels.col is None or not spec.cols else Beaten(levels.col, ties=spec.ties))
 
 
-def _limit(level: Tensor | None, task: Task) -> Tensor | None:
-    return level - task.margin if level is not None and task.filters else None
+def _limit(level: Tensor | None, spec: Spec) -> Tensor | None:
+    return level - spec.margin if level is not None and spec.filters else None
 
 
 def positives(scores: Scores, level: Tensor) -> None:
@@ -97,7 +100,7 @@ def positives(scores: Scores, level: Tensor) -> None:
     plan = scores.plan
     ws = Workspace(plan, scores.q, scores.key, tiles=2)
     for block, tiles in plan.blocks():
-        q_RD = ws.query(scores.q, block, scores.on_queries)
+        q_RD = ws.query(scores.q, block, scores.query_factor)
         for tile in tiles:
             s_RC = ws.tile(0, tile)
             if any(True for _ in scores.rule.places(s_RC, tile)):
@@ -111,7 +114,7 @@ def _read_positives(s_RC: Tensor, tile: Tile, rule: PairRule, pos: Tensor) -> No
         known.copy_(at.get(known))
 
 
-def backward(scores: Scores, task: Task, given: Given, into: Gradients) -> None:
+def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
     """Add this block's share to the gradients.
 
     g_RC = weights of s_RC, + pos_grad where a column is the row's positive
@@ -120,14 +123,14 @@ def backward(scores: Scores, task: Task, given: Given, into: Gradients) -> None:
     plan, rule, alpha = scores.plan, scores.rule, scores.alpha
     dq, dk, dalpha, dbias, once = into
     pos = given.pos
-    weights = _weights(scores, task, given)
+    weights = _weights(scores, spec, given)
     assert dk is None or dk.dtype == alpha.dtype, "key gradients accumulate over row blocks, in full precision"
     # sum(g * s) = <alpha q, g k>, so a query gradient gives dalpha at no cost; without one the scores must be kept.
     keep_scores = dalpha is not None and dq is None
     bias = scores.bias if keep_scores else None  # it would round the scores: they are kept without it
     ws = Workspace(plan, scores.q, scores.key, tiles=3 if keep_scores else 2)
     for block, tiles in plan.blocks() if plan.m else ():
-        plain_RD = ws.query(scores.q, block, scores.on_queries)
+        plain_RD = ws.query(scores.q, block, scores.query_factor)
         q_RD = plain_RD if scores.folded else ws.scaled_query(scores.q, block, alpha)
         dq_RD = ws.query_grad(block)
         for number, tile in enumerate(tiles):
@@ -142,7 +145,7 @@ def backward(scores: Scores, task: Task, given: Given, into: Gradients) -> None:
             if s_RC is None:
                 s_RC = ws.tile(2, tile) if keep_scores else g_RC
                 scores.products(plain_RD, k_CD, tile, s_RC, spare_RC)
-                if not task.filters:
+                if not spec.filters:
                     scores.score_(s_RC, bias=bias is None)
                 rule.exclude_(s_RC, tile)
             weights.weigh(s_RC if bias is None else torch.add(s_RC, bias, out=g_RC), g_RC, spare_RC, tile)
@@ -163,7 +166,7 @@ def backward(scores: Scores, task: Task, given: Given, into: Gradients) -> None:
                     assert bias is None
                     for at in rule.places(spare_RC, tile):
                         at.put_(pos[at.rows])
-                dalpha += spare_RC.mul_(g_RC).sum() / (scores.on_queries if task.filters else alpha)
+                dalpha += spare_RC.mul_(g_RC).sum() / (scores.query_factor if spec.filters else alpha)
         if dalpha is not None and not keep_scores:
             dalpha += torch.dot(q_RD.flatten(), dq_RD.flatten()) / alpha
         if dq is not None and once:
@@ -172,25 +175,25 @@ def backward(scores: Scores, task: Task, given: Given, into: Gradients) -> None:
             part(dq, block).add_(dq_RD.mul_(alpha))
 
 
-def _weights(scores: Scores, task: Task, given: Given) -> Weights:
+def _weights(scores: Scores, spec: Spec, given: Given) -> Weights:
     alpha = scores.alpha
     positives = {"labels": scores.rule.labels, "pos": given.pos, "pos_grad": given.pos_grad}
-    if task.reduce == "softplus":
+    if spec.reduce == "softplus":
         sums = alpha.new_zeros(scores.plan.n) if given.row is None else given.row.grad
         return SoftplusWeights(sums, None if given.col is None else given.col.grad, **positives)
-    factor = alpha.abs() if task.filters else None
-    row, col = (None if side is None else _direction(side, scores, task) for side in (given.row, given.col))
+    factor = alpha.abs() if spec.filters else None
+    row, col = (None if side is None else _direction(side, scores, spec) for side in (given.row, given.col))
     exclude_self = scores.rule.exclude_self
     return LseWeights(row, col, **positives, mirrored=scores.k is None, exclude_self=exclude_self, factor=factor)
 
 
-def _direction(side: Side, scores: Scores, task: Task) -> Direction:
+def _direction(side: SideGrad, scores: Scores, spec: Spec) -> Direction:
     lse = side.lse
     assert lse is not None
     # Where pairs are left out, a row may have lost them all: a finite floor stands for its -inf.
-    if task.exclude_self or task.filters or scores.rule.query_ids is not None:
+    if spec.exclude_self or spec.filters or scores.rule.query_ids is not None:
         lse = lse.clamp(min=lowest(lse.dtype))
-    return Direction(lse, side.grad, _limit(side.level, task))
+    return Direction(lse, side.grad, _limit(side.level, spec))
 
 
 class Workspace:

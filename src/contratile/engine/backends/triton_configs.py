@@ -50,11 +50,11 @@ def known_arch(capability: tuple[int, int]) -> int | None:
     return max((arch for arch in TABLE if isinstance(arch, int) and arch <= number), default=None)
 
 
-def kind_of(arch: Arch, dtype: torch.dtype, precision: str) -> str:
+def kind_of(arch: Arch, dtype: torch.dtype, precision: str | None) -> str:
     """The column of the table: how features of this dtype are multiplied."""
     if dtype != torch.float32:
         return "16-bit"
-    return precision if precision in TABLE[arch] else "ieee"
+    return precision if precision is not None and precision in TABLE[arch] else "ieee"
 
 
 def config_for(arch: Arch, d: int, kind: str, tile: int | None = None, *, crowded: bool = False) -> Config:

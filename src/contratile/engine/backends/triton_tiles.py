@@ -19,12 +19,12 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from contratile.engine.backends import triton_configs, triton_kernels
-from contratile.engine.backends.block import Given, Gradients, KernelError, Levels, Scores, Side, Tensors
+from contratile.engine.backends.block import Given, Gradients, KernelError, Levels, Scores, SideGrad, SideParts
 from contratile.engine.backends.precision import library_products
 from contratile.engine.backends.triton_configs import Arch, Config, config_for, cut_backward, cut_forward, kind_of
 from contratile.engine.plan import plan_tiles
 from contratile.engine.rule import PairRule
-from contratile.engine.spec import Task
+from contratile.engine.spec import Spec
 from contratile.engine.stats import Stats
 
 GROUP = 8
@@ -89,18 +89,18 @@ class Call(NamedTuple):
     """The arguments that all kernels of a block share."""
 
     scores: Scores
-    task: Task
+    spec: Spec
     device: Device
 
     @property
     def kind(self) -> str:
-        return kind_of(self.device.arch, self.scores.q.dtype, self.task.precision)
+        return kind_of(self.device.arch, self.scores.q.dtype, self.spec.precision)
 
     @property
     def config(self) -> Config:
-        softplus = self.task.reduce == "softplus"
+        softplus = self.spec.reduce == "softplus"
         crowded = self.scores.k is None or self.scores.rule.query_ids is not None or softplus
-        return config_for(self.device.arch, self.scores.q.shape[1], self.kind, self.task.tile or None, crowded=crowded)
+        return config_for(self.device.arch, self.scores.q.shape[1], self.kind, self.spec.tile, crowded=crowded)
 
     def arguments(self) -> dict[str, Any]:
         q, key, rule, config = self.scores.q, self.scores.key, self.scores.rule, self.config
@@ -117,7 +117,7 @@ class Call(NamedTuple):
             "q_col": q.stride(1),
             "k_row": key.stride(0),
             "k_col": key.stride(1),
-            "SOFTPLUS": self.task.reduce == "softplus",
+            "SOFTPLUS": self.spec.reduce == "softplus",
             "SELF": rule.exclude_self,
             "SYMMETRIC": self.scores.k is None,
             "PRECISION": "ieee" if self.kind == "16-bit" else self.kind,
@@ -148,83 +148,94 @@ def _dense(x: Tensor | None) -> Tensor | None:
 # --- forward ------------------------------------------------------------------------------------------------------
 
 
-def forward(scores: Scores, task: Task, levels: Levels, pos: Tensor | None) -> tuple[Tensors, Tensors]:
+def forward(scores: Scores, spec: Spec, levels: Levels, pos: Tensor | None) -> tuple[SideParts, SideParts]:
     """Statistics of the block's rows and columns; each row's positive score is written to `pos`."""
-    assert levels.row is None or not task.knows_positives, "kernels do not compare with positives"
+    assert levels.row is None or not spec.compares, "kernels do not compare with positives"
     q, key = scores.q, scores.key
-    lse = task.reduce == "lse"
-    row = _nothing(len(q), q.device, lse=lse) if task.rows or not lse else ()
-    col = _nothing(len(key), q.device, lse=lse) if task.cols else ()
+    lse = spec.reduce == "lse"
+    row = _empty(len(q), q.device, lse=lse) if spec.rows or not lse else SideParts()
+    col = _empty(len(key), q.device, lse=lse) if spec.cols else SideParts()
     if len(q) and len(key):
         with _on(q.device):
-            for launch in forward_launches(Call(scores, task, Device.of(q.device)), row, col, pos):
+            for launch in forward_launches(Call(scores, spec, Device.of(q.device)), row, col, pos):
                 launch.run()
     return row, col
 
 
-def _nothing(n: int, device: torch.device, *, lse: bool) -> Tensors:
+def _empty(n: int, device: torch.device, *, lse: bool) -> SideParts:
     stats = Stats.empty(n, dtype=torch.float32, device=device)
-    return tuple(stats) if lse else (stats.total,)
+    return SideParts(*stats) if lse else SideParts(total=stats.total)
 
 
-def forward_launches(call: Call, row: Tensors, col: Tensors, pos: Tensor | None) -> Iterator[Launch]:
-    """For each chunk of row blocks: the tiles, and the merge of what they left into the statistics."""
+def forward_launches(call: Call, row: SideParts, col: SideParts, pos: Tensor | None) -> Iterator[Launch]:
+    """For each chunk of row blocks: the tiles, and the merge of their partial results into the statistics."""
     scores, config = call.scores, call.config
     n, m = len(scores.q), len(scores.key)
     symmetric = scores.k is None
-    workspace = triton_configs.WORKSPACE_BYTES
-    parted = bool(col) or symmetric  # the columns of symmetric scores are rows
+    into = row if symmetric else col  # the columns of symmetric scores are rows
     blocks, span, splits = cut_forward(
-        n, m, config, processors=call.device.processors, cols=parted, workspace=workspace
+        n,
+        m,
+        config,
+        processors=call.device.processors,
+        cols=into.total is not None or symmetric,
+        workspace=triton_configs.WORKSPACE_BYTES,
     )
     part_rows = min(n, blocks * config.m)
-    row_parts = [scores.q.new_empty(splits, part_rows, dtype=torch.float32) for _ in row]
-    into = row if symmetric else col
-    col_parts = [scores.q.new_empty(blocks, m, dtype=torch.float32) for _ in into]
-    shared = call.arguments() | _named("row", row_parts) | _named("col", col_parts)
-    shared |= {"pos": pos, "N": n, "M": m, "span": span, "part_rows": part_rows}
+    row_parts = _scratch(row, splits, part_rows)
+    col_parts = _scratch(into, blocks, m)
+    shared = call.arguments() | {
+        "row_level": row_parts.level,
+        "row_total": row_parts.total,
+        "col_level": col_parts.level,
+        "col_total": col_parts.total,
+        "pos": pos,
+        "N": n,
+        "M": m,
+        "span": span,
+        "part_rows": part_rows,
+    }
     if pos is None:
         shared["labels"] = None
     for first in range(0, -(-n // config.m), blocks):
         count = min(blocks, -(-n // config.m) - first)
         yield call.launch(triton_kernels.forward_tiles, (count, splits), shared | {"first": first})
         rows = slice(first * config.m, min(n, (first + count) * config.m))
-        if row:
-            yield _merge([x[rows] for x in row], row_parts, splits)
-        if into:
+        if row.total is not None:
+            chunk = SideParts(None if row.level is None else row.level[rows], row.total[rows])
+            yield _merge(chunk, row_parts, splits)
+        if into.total is not None:
             yield _merge(into, col_parts, count, first=first, triangle=config.m if symmetric else 0)
 
 
-def _named(side: str, parts: Tensors | list[Tensor]) -> dict[str, Tensor | None]:
-    """Statistics by the names that kernels have for them; sums have no level."""
-    level, total = (None, None) if not parts else (None if len(parts) == 1 else parts[0], parts[-1])
-    return {f"{side}_level": level, f"{side}_total": total}
+def _scratch(side: SideParts, parts: int, length: int) -> SideParts:
+    """Room for the partial results of one side."""
+    make = (None if x is None else x.new_empty(parts, length) for x in (side.level, side.total))
+    return SideParts(*make)
 
 
-def _merge(
-    into: Tensors | list[Tensor], parts: list[Tensor], count: int, *, first: int = 0, triangle: int = 0
-) -> Launch:
-    level, total = into if len(into) == 2 else (None, *into)
+def _merge(into: SideParts, parts: SideParts, count: int, *, first: int = 0, triangle: int = 0) -> Launch:
+    assert into.total is not None and parts.total is not None
     arguments = {
-        "level": level,
-        "total": total,
-        "part_level": None if level is None else parts[0],
-        "part_total": parts[-1],
+        "level": into.level,
+        "total": into.total,
+        "part_level": parts.level,
+        "part_total": parts.total,
         "parts": count,
-        "count": len(into[0]),
-        "stride": parts[0].stride(0),
+        "count": len(into.total),
+        "stride": parts.total.stride(0),
         "first": first,
         "TRIANGLE": triangle,
         "BLOCK_P": MERGE_PARTS,
         "BLOCK": MERGE_BLOCK,
     }
-    return Launch(triton_kernels.merge_parts, (-(-len(into[0]) // MERGE_BLOCK),), arguments, _options(4, 2))
+    return Launch(triton_kernels.merge_parts, (-(-len(into.total) // MERGE_BLOCK),), arguments, _options(4, 2))
 
 
 # --- backward -----------------------------------------------------------------------------------------------------
 
 
-def backward(scores: Scores, task: Task, given: Given, into: Gradients) -> None:
+def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
     """Add this block's share to the gradients.
 
         dq += alpha g k,   dk += alpha g^T q,   dalpha += sum(g <q, k>),   dbias += sum(g)
@@ -239,7 +250,7 @@ def backward(scores: Scores, task: Task, given: Given, into: Gradients) -> None:
         given, peak = _near_one(given, fp16=q.dtype == torch.float16)
         alpha = _number(scores.alpha, q.device)
         factor = alpha * peak
-        call = Call(scores, task, Device.of(q.device))
+        call = Call(scores, spec, Device.of(q.device))
         write, add_up = dq is not None or dk is not None, dalpha is not None or dbias is not None
         chunks = Chunks(call, given, write=write, add_up=add_up)
         if scores.k is None:
@@ -343,7 +354,7 @@ def _slices(start: int, stop: int, step: int) -> Iterator[slice]:
     return (slice(at, min(at + step, stop)) for at in range(start, stop, step))
 
 
-def _side(name: str, side: Side | None) -> dict[str, Tensor | None]:
+def _side(name: str, side: SideGrad | None) -> dict[str, Tensor | None]:
     return {f"{name}_lse": None if side is None else side.lse, f"{name}_grad": None if side is None else side.grad}
 
 
@@ -364,9 +375,9 @@ def _near_one(given: Given, *, fp16: bool) -> tuple[Given, Tensor]:
     return Given(row, col, given.pos, pos_grad), peak
 
 
-def _scaled(side: Side, peak: Tensor) -> Side:
+def _scaled(side: SideGrad, peak: Tensor) -> SideGrad:
     lse = None if side.lse is None else side.lse.clamp(min=torch.finfo(torch.float32).min).contiguous()
-    return Side(lse, (side.grad / peak).contiguous(), None)
+    return SideGrad(lse, (side.grad / peak).contiguous(), None)
 
 
 def add_product_(into: Tensor, a: Tensor, b: Tensor, *, first: bool = False) -> None:
@@ -397,8 +408,9 @@ def interprets_bf16() -> bool:
     """Whether the interpreter knows bfloat16: Triton's own multiplies its bits as if they were whole numbers."""
     ones = torch.ones(1, 16, dtype=torch.bfloat16)
     scores = Scores(ones, ones, torch.ones(()), None, PairRule(), plan_tiles(1, 1, 16), ones[:0])
-    ((level, total), _) = forward(scores, Task(cols=False, tile=16), Levels(None, None), None)
-    return level.tolist() == [16.0] and total.tolist() == [1.0]
+    row, _ = forward(scores, Spec(cols=False, tile=16), Levels(None, None), None)
+    assert row.level is not None and row.total is not None
+    return row.level.tolist() == [16.0] and row.total.tolist() == [1.0]
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
@@ -428,11 +440,11 @@ def sample_launches(
     )
     plan = plan_tiles(n, n, d, symmetric=one_set)
     scores = Scores(q, None if one_set else k, scalar, scalar if softplus else None, pairs, plan, vector[:0])
-    task = Task("softplus" if softplus else "lse", cols=not one_set and not softplus, precision=precision)
-    call = Call(scores, task, Device(arch, 108))
-    statistics: Tensors = (vector,) if softplus else (vector, vector)
-    side = Side(None if softplus else vector, vector, None)
-    given = Given(side, side if task.cols else None, vector, None if softplus else vector)
-    found = list(forward_launches(call, statistics, statistics if task.cols else (), vector))
+    spec = Spec("softplus" if softplus else "lse", cols=not one_set and not softplus, precision=precision)
+    call = Call(scores, spec, Device(arch, 108))
+    statistics = SideParts(total=vector) if softplus else SideParts(vector, vector)
+    side = SideGrad(None if softplus else vector, vector, None)
+    given = Given(side, side if spec.cols else None, vector, None if softplus else vector)
+    found = list(forward_launches(call, statistics, statistics if spec.cols else SideParts(), vector))
     found.append(Chunks(call, given, write=True, add_up=True).launch(slice(0, n), slice(0, n)))
     return list({launch.kernel.__name__: launch for launch in reversed(found)}.values())[::-1]

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contratile.engine import autograd as lse
-from contratile.engine.spec import Inputs, Task
+from contratile.engine.autograd import pair_stats
+from contratile.engine.spec import Inputs, Spec
 from contratile.losses.cross_entropy import as_tensor
 from contratile.ring.ring import Ring
 from contratile.ring.team import ALONE
-from tests.helpers import Function, Outcome, assert_error, dense_pair_stats, levers, picked, randn, reach, run
+from tests.helpers import Function, Outcome, assert_error, dense_pair_stats, in_nats, levers, randn, reach, run
 
 KINDS = ["bf16", "fp16", "ieee", "tf32x3", "tf32"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -52,10 +52,10 @@ def in_kernels(rule: dict[str, Any], *, kind: str, one_set: bool = False, **opti
     def function(q: Tensor, k: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
         scale = as_tensor(scale, q) + 0 * k.sum() if one_set else as_tensor(scale, q)
         x = Inputs(q, None if one_set else k, scale, **tensors)
-        task = Task(exclude_self=rule.get("exclude_self", False), **options)
+        how = {"backend": "triton", "tile": 16, "precision": precision_of(kind)}
+        spec = Spec(exclude_self=rule.get("exclude_self", False), **options, **how)
         ring = Ring.flat(ALONE, (len(q if one_set else k),), total=len(q))
-        results, unit = lse.pair_stats(x, task, lse.Engine(ring, "triton", 16, precision=precision_of(kind)))
-        return picked(results, unit, like=q)
+        return in_nats(pair_stats(ring, x, spec), like=q)
 
     return function
 

@@ -1,0 +1,51 @@
+"""The dense backend: materialises the scores, for comparison.
+
+It is plain PyTorch, so it also has what tiles do not: second derivatives, forward mode, `torch.func`.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+
+from contratile import reference
+from contratile.engine.backends.block import accumulation_dtype
+from contratile.engine.spec import Inputs, PairStats, SideStats, Spec
+
+
+def pair_stats(x: Inputs, spec: Spec) -> PairStats:
+    """What `autograd.pair_stats` returns, in nats, on one process."""
+    acc, device = accumulation_dtype(x.query.dtype), x.query.device.type
+    with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
+        found = reference.pair_stats(
+            x.query.to(acc),
+            None if x.key is None else x.key.to(acc),
+            x.scale,
+            x.bias,
+            labels=x.labels,
+            query_ids=x.query_ids,
+            key_ids=x.key_ids,
+            query_classes=x.query_classes,
+            key_classes=x.key_classes,
+            query_level=x.query_level,
+            reduce=spec.reduce,
+            rows=spec.rows,
+            cols=spec.cols,
+            exclude_self=spec.exclude_self,
+            margin=spec.margin,
+            ranks=spec.ranks,
+            ties=spec.ties,
+            differ=spec.differ,
+        )
+    row, col = (
+        SideStats(
+            total=found.get(side),
+            sums=found.get(f"{side}_sums"),
+            counts=found.get(f"{side}_counts"),
+            higher=found.get(f"{side}_higher"),
+            equal=found.get(f"{side}_equal"),
+        )
+        for side in ("row", "col")
+    )
+    return PairStats(row, col, found.get("pos"), found.get("level"))
