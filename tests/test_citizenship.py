@@ -408,5 +408,5 @@ def _imports(tree: ast.AST, parts: tuple[str, ...]) -> set[str]:
         else:
             continue
         found |= {name.split(".")[1] for name in names if name.startswith("contratile.")}
-    # What the package itself exports comes from the modules on top of the core.
-    return {name if name in ORDER else "modules" for name in found - {"__version__"}}
+    # What the package itself exports comes from rooms up to grad_cache and metrics.
+    return {name if name in ORDER else "grad_cache" for name in found - {"__version__"}}

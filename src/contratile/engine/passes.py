@@ -62,7 +62,7 @@ def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     """One trip round the ring. The cache, if asked for, is empty where nothing fits into it."""
     spec = _resolved(spec, x)
     alpha = _alpha(x.scale, spec, accumulation_dtype(x.query.dtype))
-    pos = None if x.labels is None else alpha.new_zeros(len(x.query))
+    pos = None if x.labels is None else alpha.new_zeros(x.query.shape[0])
     items = cached_items(ring, x, spec)
     cache = reserve.take(sum(items), alpha)
     caches = _pieces(cache, items)
@@ -268,7 +268,7 @@ def cached_items(ring: Ring, x: Inputs, spec: Spec) -> list[int]:
 
 def _pieces(cache: Tensor, items: list[int]) -> Iterator[Tensor]:
     """The part of the cache of each visiting block."""
-    return iter(torch.split(cache, items)) if len(cache) else repeat(cache)
+    return iter(torch.split(cache, items)) if cache.shape[0] else repeat(cache)
 
 
 def _alpha(scale: Tensor, spec: Spec, dtype: torch.dtype) -> Tensor:

@@ -53,7 +53,7 @@ def look_once(call: str, features: Sequence[Tensor], numbers: Mapping[str, Tenso
     value = numbers[name]
     number = float(value.detach()) if isinstance(value, Tensor) else value
     scale = number if name == "scale" else 1 / number if number else math.inf
-    warn_not_normalized(call, typical_norms(features).tolist(), scale, stacklevel=6)
+    warn_not_normalized(call, typical_norms(features).tolist(), scale, stacklevel=7)
 
 
 @torch.no_grad()

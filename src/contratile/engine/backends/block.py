@@ -45,7 +45,8 @@ class Scores(NamedTuple):
         return self.q if self.k is None else self.k
 
     def cached(self, tile: Tile) -> Tensor | None:
-        return as_tile(self.cache[tile.offset : tile.end], tile, self.plan) if tile.end <= len(self.cache) else None
+        room = self.cache.shape[0]
+        return as_tile(self.cache[tile.offset : tile.end], tile, self.plan) if tile.end <= room else None
 
     @property
     def query_factor(self) -> Tensor:

@@ -93,7 +93,7 @@ class Sums:
 
     def add_(self, index: slice, total: Tensor) -> None:
         """Add the sums of a tile at the present shift."""
-        if self.total is None and len(total) == self.n:
+        if self.total is None and total.shape[0] == self.n:
             self.total = total
             return
         if self.total is None:
@@ -239,8 +239,10 @@ class LseWeights:
             return
         extra = torch.zeros_like(pos) if pos_grad is None else pos_grad
         own = torch.zeros_like(pos) if row is None else row.grad * (pos - row.lse2).exp2_()
-        other, back = row if mirrored else col, torch.zeros_like(pos)
-        if other is not None:
+        other = row if mirrored else col
+        if other is None:
+            back = torch.zeros_like(pos)
+        else:
             back = take(other.grad, labels) * (pos - take(other.lse2, labels)).exp2_()
         if mirrored:  # two rows that are each other's positive share a place
             at = torch.arange(len(labels), device=labels.device)

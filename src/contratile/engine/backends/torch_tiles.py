@@ -236,9 +236,9 @@ class Workspace:
     def key(self, k: Tensor, cols: slice) -> Tensor:
         """A block of keys that BLAS takes: a view of the keys if their layout allows, else a copy of the block."""
         block = part(k, cols)
-        return block if self._key is None else self._key[: len(block)].copy_(block)
+        return block if self._key is None else self._key[: block.shape[0]].copy_(block)
 
 
 def _times(block: Tensor, factor: Tensor, buffer: Tensor) -> Tensor:
-    out = part(buffer, slice(0, len(block)))
+    out = part(buffer, slice(0, block.shape[0]))
     return torch.mul(block, factor, out=out) if block.dtype == out.dtype else out.copy_(block).mul_(factor)
