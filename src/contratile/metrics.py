@@ -1,14 +1,13 @@
-"""Retrieval and zero-shot metrics from tiles: never an N x M matrix of scores.
+"""Retrieval and zero-shot metrics, computed tile by tile without an N x M matrix of scores.
 
     retrieval_metrics(image, text)                     # R@1, R@5, R@10, mean and median rank, both directions
     zero_shot_metrics(image, classes, targets)         # top-1, top-5 accuracy
     nearest(query, gallery, 10)                        # scores and indices of the best keys of each query
 
-The rank of a positive is 1 + the number of other keys that score strictly higher. Of keys that score exactly the same,
-`ties="first"` puts the positive before all others, so that features that are all equal look perfect; `ties="mean"`
-takes its mean rank if equals come in random order. Features that are not finite have no ranks: every metric is NaN.
-Features are compared by their products: pass normalised ones where cosines are meant. Everything runs on this process
-alone, without gradients.
+The rank of a positive is 1 + the number of other keys that score strictly higher. Among keys with exactly the same
+score, `ties="first"` ranks the positive first (features that are all equal look perfect), `ties="mean"` takes its mean
+rank in random order. If a feature is not finite, every metric is NaN. Scores are plain products: pass normalised
+features for cosines. Everything runs on this process alone, without gradients.
 """
 
 from collections.abc import Sequence
@@ -38,7 +37,7 @@ def retrieval_metrics(
     backend: Backend = "auto",
     tile: int | None = None,
 ) -> dict[str, float]:
-    """How well texts find their images and images their texts, under the names that open_clip uses. Replaces
+    """Recall and ranks of images for their texts and texts for their images, named as in open_clip. Replaces
 
         scores = image @ text.T
         found = {"image_to_text": scores, "text_to_image": scores.T}
@@ -46,18 +45,24 @@ def retrieval_metrics(
         return {f"{name}_R@{k}": (x <= k).float().mean() for name, x in ranks.items() for k in ks}
 
     Args:
-        image: features [I, D].
-        text: features [T, D]. Text i belongs to image i unless one of the next two says otherwise.
-        ks: the k of R@k.
-        image_of_text: [T], the image that each text belongs to: several captions of an image.
-        pairs: [P, 2] of (image row, text row) that belong together, where texts have several images too.
-        ties: "first" ranks the positive before keys that score exactly the same; "mean" takes the mean of their ranks.
-        backend, tile: as in the losses.
+        image: Features [I, D].
+        text: Features [T, D]. Text i belongs to image i unless `image_of_text` or `pairs` is given.
+        ks: The values of k for R@k.
+        image_of_text: [T] the image of each text, if images have several texts.
+        pairs: [P, 2] rows (image, text) that belong together, if texts have several images too.
+        ties: "first" ranks the positive before keys of exactly the same score; "mean" takes the mean of their ranks.
+        backend: "auto", "torch", "triton" or "dense", as in the losses.
+        tile: Rows and columns of a tile.
 
     Returns:
-        R@k, mean and median rank (rounded down, as open_clip does) of both directions; NaN, all of them, if a feature
-        is not finite. What belongs to several is found by the best of them; what belongs to none is only there to be
-        confused with.
+        R@k, mean and median rank (rounded down, as in open_clip) for both directions; all NaN if a feature is not
+        finite. An item with several positives counts by the best of them; items without any are distractors.
+
+    Example:
+        >>> import torch, contratile as ct
+        >>> x = torch.eye(16)
+        >>> ct.retrieval_metrics(x, x, ks=(1,))["image_to_text_R@1"]
+        1.0
     """
     check_features({"image": image, "text": text}, empty=False)
     check_choice("ties", ties, get_args(Ties))
@@ -93,9 +98,24 @@ def zero_shot_metrics(
     backend: Backend = "auto",
     tile: int | None = None,
 ) -> dict[str, float]:
-    """Share of the images [N, D] whose class is among the k best of the class features [C, D]; `targets` are [N].
+    """Zero-shot accuracy: the share of images whose class is among the k best class features.
 
-    NaN if a feature is not finite; `ties` as in `retrieval_metrics`.
+    Args:
+        image: Features [N, D].
+        classes: Features [C, D], one per class.
+        targets: [N] class of each image.
+        ks: The values of k.
+        ties: As in `retrieval_metrics`.
+        backend: "auto", "torch", "triton" or "dense", as in the losses.
+        tile: Rows and columns of a tile.
+
+    Returns:
+        {"zero_shot_top1": ..., "zero_shot_top5": ...}; NaN if a feature is not finite.
+
+    Example:
+        >>> import torch, contratile as ct
+        >>> ct.zero_shot_metrics(torch.eye(4), torch.eye(4), torch.tensor([0, 1, 2, 0]), ks=(1,))
+        {'zero_shot_top1': 0.75}
     """
     check_features({"image": image, "classes": classes}, empty=False)
     check_choice("ties", ties, get_args(Ties))
@@ -109,7 +129,23 @@ def zero_shot_metrics(
 
 @torch.no_grad()
 def nearest(query: Tensor, gallery: Tensor, k: int, *, tile: int = 16384) -> tuple[Tensor, Tensor]:
-    """The k best scores of each query, falling, and where in the gallery they are: two [N, k], k at most its size."""
+    """The k best matches of each query in a gallery.
+
+    Args:
+        query: Features [N, D].
+        gallery: Features [M, D].
+        k: Matches per query; at most M are returned.
+        tile: Rows of the gallery that are scored at once.
+
+    Returns:
+        (scores [N, k] in descending order, indices [N, k] into the gallery).
+
+    Example:
+        >>> import torch, contratile as ct
+        >>> scores, index = ct.nearest(torch.eye(3), torch.eye(3), 1)
+        >>> index.flatten()
+        tensor([0, 1, 2])
+    """
     check_features({"query": query, "gallery": gallery}, empty=False)
     check_count("k", k, least=1)
     k = min(k, len(gallery))
@@ -124,7 +160,7 @@ def nearest(query: Tensor, gallery: Tensor, k: int, *, tile: int = 16384) -> tup
 
 
 def _pairs(image: Tensor, text: Tensor, image_of_text: Tensor | None, pairs: Tensor | None) -> Tensor:
-    """Which image and which text belong together [P, 2], each pair once."""
+    """Rows (image, text) that belong together [P, 2], without duplicates."""
     if pairs is not None:
         if image_of_text is not None:
             bad_value("pairs", expected="pairs= or image_of_text=", got="both", remedy="pairs= says everything.")
@@ -182,7 +218,7 @@ def _best_ranks(query: Tensor, key: Tensor, queries: Tensor, keys: Tensor, how: 
 def _counts(
     query: Tensor, key: Tensor, labels: Tensor, *, cols: bool, ties: Ties, backend: Backend, tile: int | None
 ) -> PairStats:
-    """For each query: the product with its positive, how many keys lie above and at it; for each key likewise."""
+    """Per query (and per key): the product with its positive, and how many products are higher and equal."""
     ring = Ring.flat(ALONE, (len(key),), total=len(query))
     one = torch.ones((), dtype=query.dtype, device=query.device)
     x = Inputs(query.detach(), key.detach(), one, labels=labels)
@@ -196,8 +232,8 @@ def _tied(level: Tensor, owner: Tensor, owners: int) -> Tensor:
 
 
 def _rank(stats: PairStats, side: SideStats, tied: Tensor) -> Tensor:
-    """The rank of the best of `tied` positives. In random order the first of them stands, on average, behind one in
-    tied + 1 of the others that score the same."""
+    """The rank of the best of `tied` positives. In random order, on average 1 in tied + 1 of the other items with the
+    same score comes before the first of them."""
     assert side.higher is not None and stats.row.total is not None
     higher, tied = side.higher.cpu().double(), tied.cpu().double()  # not every device has fp64
     if not _finite(stats.row.total):  # products that overflow have no order
@@ -210,5 +246,5 @@ def _share(ranks: Tensor, k: int) -> float:
 
 
 def _median(ranks: Tensor) -> float:
-    """The lower half-way rank, as open_clip rounds it."""
+    """The median, rounded down as in open_clip."""
     return ranks.quantile(0.5).floor().item() if len(ranks) < 1 << 24 else ranks.median().item()

@@ -1,7 +1,7 @@
 """The dense oracle: every public loss as its formula, materialising the N x M scores.
 
-This file defines what correct means. It is differentiable by autograd, works in any float dtype (fp64 for the
-tests), knows nothing of tiles or process groups, and its `pair_stats` is what `backend="dense"` runs.
+This file defines what correct means. It is plain PyTorch, differentiable, works in any float dtype (fp64 in the tests)
+and knows nothing of tiles or process groups. `backend="dense"` runs its `pair_stats`.
 """
 
 from typing import Literal, get_args
@@ -41,14 +41,14 @@ def pair_stats(
 
     row [N], col [M]            log-sum-exps, or row sums of softplus(S) with positives' softplus(-S)
     pos [N]                     S[i, labels_i], wherever labels are given
-    row_sums, row_counts        [N]: sums and numbers of scale * Q K^T over keys of equal class; if `differ`, of another
-    row_higher, col_higher      how many scores lie above the positive's, if `ranks`
-    row_equal, col_equal        how many are exactly the positive's, itself included, if `ties`
-    level [N]                   the positives' products <q, k>, if `ranks` or a `margin` asks to compare
+    row_sums, row_counts        [N] sums and counts of scale * Q K^T over keys of equal class (`differ`: another class)
+    row_higher, col_higher      number of scores above the positive's, with `ranks`
+    row_equal, col_equal        number of scores equal to the positive's, itself included, with `ties`
+    level [N]                   the positives' products <q, k>, with `ranks` or `margin`
 
-    Pairs of equal id do not count unless positive. `margin`: for a row, products above its positive's minus `margin`
-    are dropped; likewise for a column. What is compared are products, before the scale (with a negative scale their
-    opposites), so that equal products are equal and nothing else is.
+    Pairs of equal id do not count unless positive. With `margin`, products above the positive's product minus `margin`
+    are dropped, for rows and columns separately. Products are compared before the scale (negated if the scale is
+    negative), so that exact ties stay ties.
     """
     key = query if key is None else key
     products = query @ key.T
@@ -73,7 +73,7 @@ def pair_stats(
         if not wanted:
             continue
         bar = None
-        if level is not None:  # of a column: its own positive's, if it has one
+        if level is not None:  # for a column: its own positive's, if it has one
             bar = level.unsqueeze(1) if side == "row" else _column_levels(level, labels, len(key))
         counted = scores
         if margin < INF and bar is not None:
@@ -95,7 +95,7 @@ def pair_stats(
 
 
 def _column_levels(level: Tensor, labels: Tensor | None, keys: int) -> Tensor:
-    """A column's best product with a query whose positive it is; nothing lies above that of a column without one."""
+    """Per column the best product with a query whose positive it is; infinite without one, so that nothing is above."""
     found = level.new_full((keys,), INF)
     return found if labels is None else found.scatter_reduce(0, labels, level, "amax", include_self=False)
 
@@ -103,7 +103,7 @@ def _column_levels(level: Tensor, labels: Tensor | None, keys: int) -> Tensor:
 def pair_lse(
     query: Tensor, key: Tensor | None, scale: Tensor | float = 1.0, *, rows: bool = True, cols: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Row and column log-sum-exps of scale * Q K^T; a side that is not asked for is empty."""
+    """Row and column log-sum-exps of scale * Q K^T. A side that is not asked for is empty."""
     stats = pair_stats(query, key, scale, rows=rows, cols=cols)
     return stats.get("row", query.new_empty(0)), stats.get("col", query.new_empty(0))
 
@@ -123,7 +123,7 @@ def cross_entropies(
     margin: float | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """The cross-entropy of each query against everything that is a key of it."""
+    """The cross-entropy of each query against keys, extra keys and its hard negatives."""
     blocks = [query @ key.T]
     is_pos = F.one_hot(labels, len(key)).bool()
     counts = [torch.ones_like(is_pos) if query_ids is None else (query_ids.unsqueeze(1) != key_ids) | is_pos]
@@ -159,7 +159,7 @@ def clip_loss(
 ) -> Tensor:
     """Half the cross-entropy of each image against all texts plus half that of each text against all images.
 
-    `negatives` are the images': extra_keys, extra_ids, hard_negatives, hard_mask.
+    `negatives` belong to the images: extra_keys, extra_ids, hard_negatives, hard_mask.
     """
     labels = torch.arange(len(image), device=image.device)
     of_images, of_texts = ids if isinstance(ids, tuple) else (ids, ids)
@@ -200,8 +200,8 @@ def nt_xent(z1: Tensor, z2: Tensor, temperature: Tensor | float = 0.5, *, reduct
 
 
 def sup_con(z: Tensor, labels: Tensor, temperature: Tensor | float = 0.1, *, reduction: Reduction = "mean") -> Tensor:
-    """For each anchor the mean over its positives of -log softmax, self left out. Anchors without a positive are 0, and
-    the mean is over the others."""
+    """Per anchor the mean of -log softmax over its positives, self excluded. Anchors without a positive are 0 and do
+    not count in the mean."""
     scores = z @ z.T / temperature
     self = torch.eye(len(z), dtype=torch.bool, device=z.device)
     positive = (labels.unsqueeze(1) == labels) & ~self
@@ -219,14 +219,14 @@ def siglip_loss(
     *,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """For each image the sum over all texts of -log sigmoid(+-(S + bias)), plus for its own text."""
+    """Per image the sum over all texts of -log sigmoid(+-(S + bias)), with + for its own text."""
     logits = scale * (image @ text.T) + bias
     signs = 2 * torch.eye(len(image), dtype=logits.dtype, device=logits.device) - 1
     return reduce_rows(-F.logsigmoid(signs * logits).sum(1), reduction)
 
 
 def reduce_rows(per_row: Tensor, reduction: Reduction, weights: Tensor | None = None) -> Tensor:
-    """One value per row, their sum, or their mean, each weighed."""
+    """The rows, their sum, or their mean, weighted."""
     if weights is not None:
         per_row = per_row * weights
     if reduction == "none":

@@ -59,13 +59,13 @@ def calls(cases: int) -> Iterator[tuple[str, Callable[[], list[Tensor]]]]:
             yield f"{case} dense", lambda case=case: drawn(case, backend="dense")  # type: ignore[misc]
     for n, d in ((1500, 512), (700, 64), (256, 64)):
         x, y = randn(n, d, seed=1), randn(n, d, seed=2)
-        unit = torch.nn.functional.normalize
-        pair = {"image": unit(x), "text": unit(y), "scale": torch.tensor(20.0)}
+        x, y = (torch.nn.functional.normalize(z) for z in (x, y))
+        pair = {"image": x, "text": y, "scale": torch.tensor(20.0)}
         yield f"clip_loss {n} {d}", lambda p=pair: outcome(ct.clip_loss, p)  # type: ignore[misc]
         yield f"siglip_loss {n} {d}", lambda p=pair: outcome(ct.siglip_loss, p, bias=-10.0)  # type: ignore[misc]
-        views = {"z1": unit(x), "z2": unit(y)}
+        views = {"z1": x, "z2": y}
         yield f"nt_xent {n} {d}", lambda v=views: outcome(ct.nt_xent, v, temperature=0.1)  # type: ignore[misc]
-        yield f"sup_con {n} {d}", lambda z=unit(x), n=n: outcome(ct.sup_con, {"z": z}, labels=torch.arange(n) % 50)  # type: ignore[misc]
+        yield f"sup_con {n} {d}", lambda z=x, n=n: outcome(ct.sup_con, {"z": z}, labels=torch.arange(n) % 50)  # type: ignore[misc]
 
 
 def main() -> None:

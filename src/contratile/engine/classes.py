@@ -1,12 +1,13 @@
-"""Sums of scores over classes of keys, in O(N D): a query's scores with all keys of its class add up to its score with
-the sum of these keys.
+"""Sums of scores over classes, in O(N D).
+
+The scores of a query with all keys of its class add up to its score with the sum of these keys:
 
     row_i = sum of alpha q_i k_j        over the keys j of query i's class
     col_j = sum of alpha q_i k_j        over the queries i of key j's class
 
-Classes are whole numbers in any pattern. Rows are visited in the order of their classes, a slice of classes at a time,
-so that no table of all classes exists. With `differ`, the sums are over all other classes instead. With `others`,
-queries and keys are the same rows and none counts for itself.
+Classes are arbitrary integers. Rows are visited sorted by class, a slice of classes at a time, so that no table of all
+classes exists. `differ` sums over all other classes instead. `others` means that queries and keys are the same rows,
+and leaves out the row itself.
 """
 
 from collections.abc import Iterator
@@ -18,11 +19,11 @@ from torch import Tensor
 from contratile.engine.stats import take
 
 STEP = 2048
-"""Classes in a slice, and rows that are gathered at once."""
+"""Classes per slice, and rows gathered at once."""
 
 
 class ClassSums(NamedTuple):
-    """Sums and numbers of scores."""
+    """Sums and counts of scores."""
 
     row: Tensor  # [N]
     row_count: Tensor
@@ -31,7 +32,7 @@ class ClassSums(NamedTuple):
 
 
 class _Members(NamedTuple):
-    """The rows of one side that belong to a slice of classes, and their places in it."""
+    """The rows of one side in a slice of classes, and the index of their class in it."""
 
     rows: Tensor
     slot: Tensor
@@ -55,7 +56,7 @@ def class_sums(
     others: bool = False,
 ) -> ClassSums:
     """The sums over one block of queries and one of keys. A side that is not asked for stays 0."""
-    assert not (differ and others), "of different classes no row is its own"
+    assert not (differ and others), "a row never differs from itself"
     sums = ClassSums(*(torch.zeros(len(x), dtype=alpha.dtype, device=q.device) for x in (q, q, k, k)))
     buffers = _buffers(max(len(q), len(k)), q, alpha)
     all_q, all_k = (_total(x, buffers[0]) if differ and wanted else None for x, wanted in ((q, cols), (k, rows)))
@@ -114,9 +115,9 @@ def add_class_grads(
 
 
 def _buffers(rows: int, like: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for two chunks of rows. Fresh memory for every chunk would cost more time than what is done with it.
+    """Two buffers for chunks of rows; allocating one per chunk would cost more than the work on it.
 
-    In fp64, where there is: when rows are taken away from a sum, what is left may be a small part of it.
+    In fp64 where the device has it: subtracting rows from a sum may leave a small remainder.
     """
     dtype = alpha.dtype if like.device.type == "mps" else torch.float64
     one = torch.empty(min(STEP, rows), like.shape[1], dtype=dtype, device=like.device)
@@ -130,7 +131,7 @@ def _gather(x: Tensor, index: Tensor, buffer: Tensor) -> Tensor:
 
 
 def _total(x: Tensor, buffer: Tensor, weights: Tensor | None = None) -> Tensor:
-    """The (weighed) sum of all rows [D]."""
+    """The (weighted) sum of all rows [D]."""
     total = buffer.new_zeros(x.shape[1])
     for start in range(0, len(x), STEP):
         rows_RD = buffer[: len(x) - start].copy_(x[start : start + STEP])
@@ -148,7 +149,7 @@ def _table(
     everything: Tensor | None,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """The (weighed) sum of each class's rows [slots, D], or of all other rows if the sum of everything is given."""
+    """The (weighted) sum of each class's rows [slots, D], or of all other rows if `everything` is given."""
     table = buffer.new_zeros(slots, x.shape[1])
     for part in members.chunks():
         rows_RD = _gather(x, part.rows, buffer)
@@ -159,7 +160,7 @@ def _table(
 
 
 def _by_class(left: Tensor, right: Tensor, *, of_both: bool) -> Iterator[tuple[_Members, _Members, int]]:
-    """The left side's classes, or those of both, a slice at a time: each side's members, and how many classes."""
+    """Slices of the classes of the left side (or of both): the members of each side, and the number of classes."""
     values = torch.unique(torch.cat([left, right]) if of_both else left)
     sides = [_sorted(left, values)]
     sides.append(sides[0] if torch.equal(left, right) else _sorted(right, values))
@@ -172,7 +173,7 @@ def _by_class(left: Tensor, right: Tensor, *, of_both: bool) -> Iterator[tuple[_
 
 
 def _sorted(classes: Tensor, values: Tensor) -> _Members:
-    """The rows whose class is among the values, in the order of their classes."""
+    """The rows whose class is among the values, sorted by class."""
     slot = torch.searchsorted(values, classes.contiguous()).clamp_max_(len(values) - 1)
     rows = (values[slot] == classes).nonzero().squeeze(1) if len(values) else slot[:0]
     slot, order = slot[rows].sort(stable=True)

@@ -4,8 +4,7 @@
     8192 x 8192 x 512 in 32 tiles of 2048 x 1024, workspace 34.0 MiB
 
 A tile has to be small enough that its passes (maximum, exp2, sums) run from cache and large enough that its
-matrix products run at full speed. The plan depends on nothing but its arguments, so forward and backward, which
-both ask for it, cut the same tiles.
+matrix products run at full speed. The plan depends on its arguments only, so forward and backward cut the same tiles.
 """
 
 import os
@@ -18,7 +17,7 @@ from typing import NamedTuple
 
 KiB, MiB = 1 << 10, 1 << 20
 WORKSPACE_LIMIT = 40 * MiB
-"""No automatic plan asks for more scratch memory than this, whatever N, M and D."""
+"""Upper limit on the scratch memory of an automatic plan, for any N, M and D."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +34,10 @@ class Tile(NamedTuple):
     rows: slice
     cols: slice
     offset: int
-    """Scores in the tiles before it: where it starts if tiles are stored one after the other."""
+    """Number of scores in the tiles before it: where it starts if tiles are stored one after the other."""
 
     mirrored: bool
-    """It stands for its transpose too: an off-diagonal tile of symmetric scores."""
+    """Off-diagonal tile of symmetric scores: it also counts as its own transpose."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -62,24 +61,24 @@ class TilePlan:
     """Bytes of the accumulation dtype."""
 
     symmetric: bool = False
-    """Queries and keys are the same: the tiles of the upper triangle stand for all."""
+    """Queries and keys are the same: only tiles of the upper triangle are computed."""
 
     flipped: bool = False
-    """Tiles are computed and stored as their transposes, which another rank computes as they are: the same numbers to
-    the last bit, as BLAS need not round a product and its transpose alike."""
+    """Compute and store tiles transposed. Another rank computes the same tiles untransposed, and BLAS may round a
+    product and its transpose differently; this way both get the same bits."""
 
     diagonal: int = 0
-    """Of symmetric scores: the height of tiles that touch the diagonal, where half of a square is computed in vain."""
+    """Height of tiles on the diagonal of symmetric scores: half of each diagonal tile is wasted, so they are small."""
 
     def __post_init__(self) -> None:
         assert not self.symmetric or (self.n == self.m and self.rows == self.cols), "symmetric tiles are square"
 
     def transposed(self) -> "TilePlan":
-        """The same tiles, seen by who holds the keys."""
+        """The same tiles from the point of view of the rank that holds the keys."""
         return replace(self, n=self.m, m=self.n, rows=self.cols, cols=self.rows, flipped=not self.flipped)
 
     def blocks(self) -> Iterator[tuple[slice, list[Tile]]]:
-        """Blocks of rows in the order of computation, each with its tiles from left to right."""
+        """Row blocks in order of computation, each with its tiles from left to right."""
         offset = 0
         for rows, spans in self._spans():
             tiles = []
@@ -114,7 +113,7 @@ class TilePlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Scratch memory at its largest: three tiles, a query block and its gradient, a key block."""
+        """Peak scratch memory: three tiles, a query block and its gradient, a key block."""
         tiles = 3 * self.rows * self.cols
         return (tiles + (2 * self.rows + self.cols) * self.d) * self.itemsize
 
@@ -135,12 +134,28 @@ def plan_tiles(
     symmetric: bool = False,
     machine: Machine | None = None,
 ) -> TilePlan:
-    """Choose the tiles for N queries, M keys and D features; `tile` forces their height and width.
+    """Choose the tiles for N queries, M keys and D features.
 
-    Measured rule: a tile takes a quarter of the shared cache, or an eighth where D is small and passes over the tile
-    weigh more than its products, but at least 512 KiB for each core. It is high rather than wide, as every block of
-    rows goes through all key gradients once. Where features are so long that their blocks outgrow the workspace,
-    tiles shrink.
+    The rule was found by measuring: a tile takes a quarter of the shared cache (an eighth for small D, where passes
+    over the tile cost more than its products), but at least 512 KiB per core. It is taller than wide, because every row
+    block passes over all key gradients once. Tiles shrink if long features would exceed the workspace.
+
+    Args:
+        n: Number of queries.
+        m: Number of keys.
+        d: Number of features.
+        tile: Force the height and width of a tile.
+        itemsize: Bytes of the accumulation dtype.
+        symmetric: Queries and keys are the same set.
+        machine: Cores and caches to plan for. None: this machine.
+
+    Returns:
+        The `TilePlan`; printing it shows the tiles and their workspace.
+
+    Example:
+        >>> import contratile as ct
+        >>> print(ct.plan_tiles(100, 70, 8, tile=32))
+        100 x 70 x 8 in 12 tiles of 32 x 32, workspace 0.0 MiB
     """
     if tile is not None:
         rows, cols = max(1, min(tile, n)), max(1, min(tile, m))
@@ -167,7 +182,7 @@ def _slices(length: int, step: int, first: int = 0) -> Iterator[slice]:
 
 
 def _even(length: int, step: int) -> int:
-    """The step, at most `step` (16 or more), that cuts `length` into equal pieces; a multiple of 16 aligns them."""
+    """The largest step up to `step` that cuts `length` into equal pieces, in multiples of 16 for alignment."""
     if length <= step:
         return max(1, length)
     pieces = ceil(length / (step // 16 * 16))
@@ -176,7 +191,7 @@ def _even(length: int, step: int) -> int:
 
 @lru_cache(maxsize=1)
 def this_machine() -> Machine:
-    """Cores that this process may use and the size of their last-level cache, or 16 MiB where none is reported."""
+    """Cores available to this process and the size of their last-level cache (16 MiB if unknown)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     sizes = []
     for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):

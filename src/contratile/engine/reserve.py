@@ -1,9 +1,9 @@
 """Memory that a process keeps from one step to the next.
 
-    scores = take(items, like)        # as like.new_empty(items); idle again when nothing refers to it any more
+    scores = take(items, like)        # like.new_empty(items); reusable once nothing refers to it
 
-On the CPU every step would pay for fresh pages: about 0.4 ms for each MB, up to half of what it saves to keep scores
-in it. Accelerators have an allocator that keeps memory by itself.
+On a CPU, page faults of fresh memory cost about 0.4 ms per MB, up to half of the time that cached scores save. GPU
+allocators keep memory anyway.
 """
 
 import mmap
@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 SMALLEST = 1 << 20
-"""Bytes from which memory is kept: malloc does well below."""
+"""Smaller allocations are left to malloc."""
 
 
 class Reserve:
-    """Blocks of memory, lent as tensors. Never more of them than were in use at once."""
+    """Blocks of memory that are handed out as tensors, never more than were in use at once."""
 
     def __init__(self) -> None:
         self._blocks: list[mmap.mmap] = []
         self._lock = Lock()
 
     def take(self, items: int, like: Tensor) -> Tensor:
-        """A vector of arbitrary content in the dtype and on the device of another tensor."""
+        """An uninitialised vector with the dtype and device of another tensor."""
         size = items * like.itemsize
         if not like.is_cpu or size < SMALLEST:
             return like.new_empty(items)
@@ -41,7 +41,7 @@ class Reserve:
             return torch.frombuffer(block, dtype=like.dtype, count=items)
 
     def _idle(self) -> list[int]:
-        """The blocks to which nothing refers but the list, and here the argument."""
+        """Blocks that only the list (and this call) refers to."""
         return [i for i in range(len(self._blocks)) if sys.getrefcount(self._blocks[i]) == 2]
 
 

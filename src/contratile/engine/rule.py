@@ -23,14 +23,14 @@ class PairRule:
     """[N] int64: key index of each query's positive."""
 
     exclude_self: bool = False
-    """Query i never meets key i (queries and keys are the same set of views)."""
+    """Query i is not compared with key i (queries and keys are the same set)."""
 
     query_ids: Tensor | None = None
     key_ids: Tensor | None = None
-    """[N] and [M]: pairs of equal id are left out, except a query's own positive."""
+    """[N] and [M]: pairs of equal id are excluded, except a query's own positive."""
 
     keys: int = -1
-    """M, if it is known: a tile of so many columns holds every positive of its rows."""
+    """M, if known: a tile with M columns holds every positive of its rows."""
 
     _known: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -52,7 +52,7 @@ class PairRule:
             scores.diagonal(rows.start - cols.start).fill_(-torch.inf)
 
     def places(self, x_RC: Tensor, tile: Tile) -> Iterator["Places"]:
-        """The positives of the tile's rows, and of its columns if it stands for its transpose too."""
+        """The positives of the tile's rows, and of its columns if the tile is mirrored."""
         if self.labels is None:
             return
         views = [(x_RC, tile.rows, tile.cols), (x_RC.t(), tile.cols, tile.rows)]
@@ -64,8 +64,8 @@ class PairRule:
     def _positives(self, rows: slice, cols: slice) -> tuple[Tensor, Tensor | None] | None:
         """For each row of the tile: its positive's column in the tile [R, 1], and whether it lies there at all [R].
 
-        None if the tile holds no positive; no mask if it holds all. To know would stall an accelerator, which gets
-        a mask for every tile and clamped columns where the positive is elsewhere.
+        None if the tile holds no positive; no mask if it holds all of them. Finding out would synchronise a GPU, so
+        GPUs always get a mask, and clamped columns where the positive is elsewhere.
         """
         assert self.labels is not None
         column = part(self.labels, rows)
@@ -92,15 +92,15 @@ class PairRule:
 
 
 class Places(NamedTuple):
-    """Where positives stand in a tile, seen from one side."""
+    """The places of positives in a tile, seen from one side."""
 
     tile: Tensor  # the tile, or its transpose, with queries as rows
     rows: slice
     column: Tensor  # [rows, 1]
-    inside: Tensor | None  # [rows]; None stands for all
+    inside: Tensor | None  # [rows]; None means all
 
     def get(self, otherwise: Tensor | None = None) -> Tensor:
-        """One value per query: from the tile, or the other one if its positive may not be here."""
+        """One value per query: from the tile, or `otherwise` if its positive is in another tile."""
         found = self.tile.gather(1, self.column).squeeze(1)
         return found if self.inside is None or otherwise is None else torch.where(self.inside, found, otherwise)
 

@@ -5,9 +5,8 @@
     stats.lse2()                             # log2(sum(exp2(s))) over everything merged
 
 A log-sum-exp is held as (level, total) with lse2 = level + log2(total). The level is any reference that keeps the
-total in range: a maximum, or a shift that a whole tile shares. Where nothing was merged yet the level is the
-lowest finite number and the total is 0; a finite floor needs no special case, as exp2 of a difference with it is
-0 or 1 and never NaN.
+total in range: a maximum, or a shift shared by a whole tile. Empty statistics have the lowest finite number as level
+and a total of 0. A finite floor needs no special case: exp2 of a difference with it is 0 or 1, never NaN.
 """
 
 from typing import NamedTuple
@@ -17,17 +16,17 @@ from torch import Tensor
 
 
 def lowest(dtype: torch.dtype) -> float:
-    """The level of "nothing seen": below every logit, yet safe to subtract from itself."""
+    """The level of empty statistics: below every logit, but safe to subtract from itself."""
     return torch.finfo(dtype).min
 
 
 def part(x: Tensor, index: slice) -> Tensor:
-    """x[index]; a small batch is one tile, and all of a tensor needs no view of it."""
-    return x if index.stop - index.start == x.shape[0] else x[index]  # len(x) would take twice as long
+    """x[index], without making a view if the slice covers all of x."""
+    return x if index.stop - index.start == x.shape[0] else x[index]
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    """x[index]; on a CPU several times faster than indexing."""
+    """x[index]; several times faster than indexing on a CPU."""
     return x.index_select(0, index)
 
 
@@ -50,7 +49,7 @@ class Stats(NamedTuple):
         """Add logits summarised as (level, total), in place.
 
         sum exp2(s) = total_1 * exp2(level_1) + total_2 * exp2(level_2), factored by exp2 of the higher level: no
-        exponent is positive, so nothing overflows, and a term that underflows could not have been seen in the sum.
+        exponent is positive, so nothing overflows, and a term that underflows is too small to matter.
         """
         top = self.level.clamp(min=level)
         self.total.mul_((self.level - top).exp2_()).addcmul_(total, (level - top).exp2_())
@@ -61,19 +60,19 @@ class Stats(NamedTuple):
         return self.total.log2() + self.level
 
     def finish(self, term: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """lse2 and its slack, exp2(lse2) over the true sum.
+        """lse2 and its slack, exp2(lse2) / true sum.
 
-        The number next to a log-sum-exp of 1e6 is 0.06 away: rounding to it would change every weight exp2(s - lse2) by
-        4 %. The slack, about 1, makes up for it: weights are exp2(s - lse2) * slack, and lse2 - log2(slack) is the
-        log-sum-exp with more digits than a number has room for.
+        Near a log-sum-exp of 1e6, fp32 numbers are 0.06 apart: rounding alone would change every weight exp2(s - lse2)
+        by 4 %. The slack (close to 1) corrects for it: weights are exp2(s - lse2) * slack, and lse2 - log2(slack) is
+        the log-sum-exp with extra digits.
 
-        `term` is one of the summed logits of each entry, or -inf: the result is never below it, and where nothing else
-        was added it is the term itself, to the last bit.
+        `term` is one of the summed logits of each entry, or -inf. The result is never below it, and equals it exactly
+        if nothing else was added.
         """
         lse2 = self.lse2()
         if term is None:
             alone = self.total == 0
-        else:  # also where the total is 0
+        else:  # this includes totals of 0
             alone = self.total <= (term - self.level).exp2_()
             lse2 = torch.where(alone, term, torch.maximum(lse2, term))
         return lse2, (lse2 - self.level).exp2_().div_(self.total).masked_fill_(alone, 1)

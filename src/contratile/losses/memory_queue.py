@@ -4,9 +4,9 @@
     loss = info_nce(query, key, scale, extra_keys=queue.keys())
     queue.enqueue(key)
 
-As `extra_keys` they are negatives beside the other keys of the batch (MoCo's own loss has the queue alone).
-Every rank holds the whole queue, so that one rank's state dict is everybody's, whatever the number of ranks. Over a
-ring each key should be met once: `keys()` is this rank's share of them.
+The queued keys are negatives in addition to the other keys of the batch (MoCo's own loss uses the queue alone). Every
+rank holds the whole queue, so one rank's state dict serves any number of ranks. `keys()` returns this rank's share, so
+that the ring compares each key once.
 """
 
 import torch
@@ -18,7 +18,25 @@ from contratile.ring.team import Facts, Group, Team
 
 
 class MemoryQueue(nn.Module):
-    """A ring buffer of `size` keys of `dim` features, and of their ids if `with_ids`."""
+    """A first-in, first-out queue of keys for `extra_keys=`.
+
+    Args:
+        size: Number of keys to keep.
+        dim: Features per key.
+        with_ids: Also keep an id per key, for `extra_ids=`.
+        group: The ranks that share the queue, as for the losses.
+        dtype: Dtype of the stored keys.
+        device: Device of the buffers.
+
+    Example:
+        >>> import torch, contratile as ct
+        >>> queue = ct.MemoryQueue(4096, 16)
+        >>> query, key = torch.randn(8, 16), torch.randn(8, 16)
+        >>> loss = ct.info_nce(query, key, 0.5, extra_keys=queue.keys())
+        >>> queue.enqueue(key)
+        >>> len(queue)
+        8
+    """
 
     buffer: Tensor
     ids_buffer: Tensor
@@ -46,27 +64,32 @@ class MemoryQueue(nn.Module):
         return min(int(self.seen), self.size)
 
     def keys(self) -> Tensor:
-        """This rank's share of the keys, for `extra_keys=`: all of them on one process, none at first."""
+        """This rank's share of the keys, for `extra_keys=`; empty at first."""
         return self._share(self.buffer)
 
     def ids(self) -> Tensor:
         """The ids of `keys()`, for `extra_ids=`."""
         if not self.with_ids:
-            bad_value("ids", expected="a queue made with with_ids=True", got="one without", remedy="Make it so.")
+            bad_value(
+                "ids",
+                expected="a queue made with with_ids=True",
+                got="one without",
+                remedy="Create it with with_ids=True.",
+            )
         return self._share(self.ids_buffer)
 
     def _share(self, stored: Tensor) -> Tensor:
         team = Team.of(self.group)
-        # A copy: the backward pass of a loss on these keys may come after the next keys were written over them.
+        # A copy: the backward pass of a loss on these keys may come after they were overwritten.
         return stored[: len(self)][team.rank :: team.size].clone()
 
     @torch.no_grad()
     def enqueue(self, keys: Tensor, ids: Tensor | None = None) -> None:
-        """Append the keys of all ranks, in the order of the ranks; the oldest make room. Every rank calls it."""
+        """Append the keys of all ranks in rank order, replacing the oldest. Collective: every rank calls it."""
         team = Team.of(self.group)
         try:
             self._check(keys, ids)
-        except Exception as error:  # whatever it is, the other ranks are not left waiting
+        except Exception as error:  # so that the other ranks do not hang
             team.refuse(error)
             raise
         rows = [keys.detach().to(self.buffer.dtype), *([] if ids is None else [ids.long()])]
@@ -91,7 +114,7 @@ class MemoryQueue(nn.Module):
 
 
 def gather_rows(team: Team, call: str, *tensors: Tensor) -> list[Tensor]:
-    """The rows of all ranks in rank order, of features and what goes with them; ranks may have different numbers."""
+    """The rows of all ranks in rank order, for several tensors at once; ranks may have different numbers of rows."""
     if team.size == 1:
         return list(tensors)
     features = tensors[0]

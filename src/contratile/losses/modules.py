@@ -1,7 +1,4 @@
-"""The losses as modules: they store keywords and call the function.
-
-Losses are fp32 (fp64 for fp64 features), also for 16-bit features.
-"""
+"""The losses as modules: they store keywords and call the functions of `functional.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     class ContrastKeywords(Keywords, total=False):
-        """What is fixed for a training run of `ClipLoss` or `InfoNCE`."""
+        """Options of `ClipLoss` and `InfoNCE` that stay the same from batch to batch."""
 
         margin: float | None
         label_smoothing: float
@@ -27,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class _Loss(nn.Module):
-    """Keywords given here are those of the function; tensors that change from batch to batch are given to the call."""
+    """Stores the keywords of a function; tensors of the batch are passed to the call."""
 
     def __init__(self, function: Callable[..., Any], **keywords: Any) -> None:
         super().__init__()
@@ -45,10 +42,21 @@ class _Loss(nn.Module):
 
 
 class ClipLoss(_Loss):
-    """`clip_loss` of image features, text features and a scale. For open_clip's own constructor and call, logit bias
-    included, see `contratile.integrations.open_clip`.
+    """CLIP's symmetric contrastive loss: `clip_loss` as a module.
 
-    `negatives` are tensors of the batch: ids, extra_keys, extra_ids, hard_negatives, hard_mask, weights.
+    For open_clip's own constructor and call, logit bias included, see `contratile.integrations.open_clip`.
+
+    Args:
+        keywords: Options of `clip_loss` that stay the same: group, reduction, backend, tile, cache_bytes, precision,
+            margin, label_smoothing, return_stats.
+
+    Call: `loss(image_features, text_features, logit_scale=1.0, output_dict=False, **negatives)`, where `negatives` are
+    tensors of the batch: ids, extra_keys, extra_ids, hard_negatives, hard_mask, weights. With `output_dict=True` it
+    returns {"contrastive_loss": loss}, as in open_clip.
+
+    Example:
+        >>> import torch, contratile as ct
+        >>> loss = ct.ClipLoss(label_smoothing=0.1)(torch.randn(8, 4), torch.randn(8, 4), 1.0)
     """
 
     def __init__(self, **keywords: Unpack[ContrastKeywords]) -> None:
@@ -69,9 +77,19 @@ class ClipLoss(_Loss):
 
 
 class InfoNCE(_Loss):
-    """`info_nce`; a learned scale is passed to the call, a fixed one may be given here.
+    """InfoNCE of queries against keys: `info_nce` as a module.
 
-    `negatives` are tensors of the batch: ids, extra_keys, extra_ids, hard_negatives, hard_mask, weights.
+    Args:
+        scale: A fixed scale. Pass a learned one to the call.
+        keywords: Options of `info_nce` that stay the same: group, reduction, backend, tile, cache_bytes, precision,
+            margin, label_smoothing, return_stats.
+
+    Call: `loss(query, key, scale=None, labels=None, output_dict=False, **negatives)`, where `negatives` are tensors of
+    the batch: ids, extra_keys, extra_ids, hard_negatives, hard_mask, weights.
+
+    Example:
+        >>> import torch, contratile as ct
+        >>> loss = ct.InfoNCE(scale=2.0)(torch.randn(8, 4), torch.randn(12, 4))
     """
 
     def __init__(self, scale: float = 1.0, **keywords: Unpack[ContrastKeywords]) -> None:
@@ -98,7 +116,18 @@ class InfoNCE(_Loss):
 
 
 class NTXent(_Loss):
-    """`nt_xent`; a learned temperature is passed to the call."""
+    """SimCLR's NT-Xent: `nt_xent` as a module.
+
+    Args:
+        temperature: A fixed temperature. Pass a learned one to the call.
+        keywords: Options of `nt_xent`: group, reduction, backend, tile, cache_bytes, precision, return_stats.
+
+    Call: `loss(z1, z2, temperature=None, output_dict=False)`.
+
+    Example:
+        >>> import torch, contratile as ct
+        >>> loss = ct.NTXent(0.5)(torch.randn(8, 4), torch.randn(8, 4))
+    """
 
     def __init__(self, temperature: float = 0.5, **keywords: Unpack[Keywords]) -> None:
         super().__init__(functional.nt_xent, **keywords)
@@ -116,7 +145,18 @@ class NTXent(_Loss):
 
 
 class SupCon(_Loss):
-    """`sup_con`; a learned temperature is passed to the call."""
+    """The supervised contrastive loss: `sup_con` as a module.
+
+    Args:
+        temperature: A fixed temperature. Pass a learned one to the call.
+        keywords: Options of `sup_con`: group, reduction, backend, tile, cache_bytes, precision.
+
+    Call: `loss(z, labels, temperature=None, output_dict=False)`.
+
+    Example:
+        >>> import torch, contratile as ct
+        >>> loss = ct.SupCon(0.1)(torch.randn(8, 4), torch.arange(8) % 3)
+    """
 
     def __init__(self, temperature: float = 0.1, **keywords: Unpack[Keywords]) -> None:
         super().__init__(functional.sup_con, **keywords)
@@ -134,7 +174,17 @@ class SupCon(_Loss):
 
 
 class SigLipLoss(_Loss):
-    """`siglip_loss` with open_clip's call: `loss(image_features, text_features, logit_scale, logit_bias)`."""
+    """SigLIP's sigmoid loss: `siglip_loss` as a module, with open_clip's call.
+
+    Args:
+        keywords: Options of `siglip_loss`: group, reduction, backend, tile, cache_bytes, precision, return_stats.
+
+    Call: `loss(image_features, text_features, logit_scale, logit_bias, output_dict=False)`.
+
+    Example:
+        >>> import torch, contratile as ct
+        >>> loss = ct.SigLipLoss()(torch.randn(8, 4), torch.randn(8, 4), 10.0, -10.0)
+    """
 
     def __init__(self, **keywords: Unpack[Keywords]) -> None:
         super().__init__(functional.siglip_loss, **keywords)
@@ -153,7 +203,7 @@ class SigLipLoss(_Loss):
 
 
 def _answer(loss: Tensor | tuple[Tensor, Any], output_dict: bool) -> Any:
-    """The loss, or open_clip's dictionary; statistics, if they were asked for, go by their names."""
+    """The loss, or open_clip's dictionary with the statistics, if any, by name."""
     if not output_dict:
         return loss
     if isinstance(loss, Tensor):

@@ -1,10 +1,10 @@
-"""One warning for features that somebody forgot to normalise: losses of 50,000 come in silence otherwise.
+"""One warning for features that were probably meant to be normalised.
 
     look_once("clip_loss", (image, text), {"scale": 100.0})     # by every loss, on its first call with CPU features
     warn_not_normalized(call, norms, scale)                     # by a trainer, where it reads numbers anyway
 
-The losses take features as they are, and plain products of features (a scale of 1) may be large. What is surely wrong
-is a scale that is made for cosines with features whose norms are far above 1.
+The losses do not normalise, and plain products (a scale of 1) may be large. A scale made for cosines with features of
+norms far above 1 is almost certainly a mistake.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from torch import Tensor
 LEAST_SCALE = 2.0
 LEAST_NORMS = 4.0
 LEAST_SCORE = 200.0
-"""A scale made for cosines; a product of norms far above 1; a score that no scale in use gives to cosines."""
+"""Thresholds: a scale made for cosines, a product of norms far above 1, a score out of reach of cosines."""
 
 ROWS = 16
-"""Rows of each side that are looked at."""
+"""Rows of each side that are checked."""
 
 _looked: set[str] = set()
-"""Losses that were called before; `EVERY` once the warning was given."""
+"""Losses that were checked; `EVERY` after the warning."""
 
 EVERY = "every loss"
 
 
 class NotNormalizedWarning(UserWarning):
-    """Features are far from norm 1 and the scale is one for cosines.
+    """Features are far from norm 1, but the scale is made for cosines.
 
     Turn it off with `warnings.filterwarnings("ignore", category=contratile.NotNormalizedWarning)`.
     """
 
 
 def look_once(call: str, features: Sequence[Tensor], numbers: Mapping[str, Tensor | float]) -> None:
-    """Look at a few rows at the first call of a loss, if that makes no accelerator wait.
+    """Check a few rows at the first call of a loss with CPU features (reading others would synchronise).
 
-    `numbers` are those of the call: a scale or a temperature.
+    `numbers` holds the call's scale or temperature.
     """
     if torch.compiler.is_compiling() or call in _looked or EVERY in _looked:
         return
@@ -63,7 +63,7 @@ def typical_norms(features: Sequence[Tensor]) -> Tensor:
 
 
 def warn_not_normalized(call: str, norms: Sequence[float], scale: float, *, stacklevel: int = 2) -> None:
-    """Warn, once in a process, if features of these norms were not meant for this scale."""
+    """Warn, once per process, if these norms do not fit the scale."""
     product = norms[0] * norms[-1]
     score = abs(scale) * product
     if EVERY in _looked or not (abs(scale) >= LEAST_SCALE and product >= LEAST_NORMS and score >= LEAST_SCORE):

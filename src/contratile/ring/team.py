@@ -1,10 +1,10 @@
 """Who takes part in a loss: the ranks of a process group, and the handshake that opens every call.
 
     team = Team.of("auto")                   # the default group if there is one, else this process alone
-    facts = team.handshake(Facts(...))       # everybody's sizes, or one error on every rank
+    facts = team.handshake(Facts(...))       # the sizes of all ranks, or the same error on every rank
 
-The handshake tells each rank how many rows the others hold and makes sure that all of them mean the same call,
-before any block moves. It travels over the CPU, so an accelerator is never stalled for it.
+The handshake tells each rank how many rows the others hold and checks that all of them make the same call, before any
+block moves. It uses CPU memory, so it never synchronises a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Group: TypeAlias = "dist.ProcessGroup | Literal['auto'] | None"
 
 _HEADER_BYTES = 512
 _LOOK = 2.0
-"""Seconds in which the other ranks have to report a failure too."""
+"""Seconds to wait for other ranks to report a failure too."""
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class NoAnswer(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a rank brings to a call. The ranks may differ in the sizes and in nothing else."""
+    """What a rank brings to a call. Only the sizes may differ between ranks."""
 
     queries: int
     keys: int
@@ -60,7 +60,7 @@ class Facts:
     """The inputs that need a gradient: the backward pass is collective like the forward."""
 
     refused: str = ""
-    """A rank whose own arguments are bad says so, lest the others wait for it."""
+    """Set by a rank whose own arguments are bad, so that the other ranks do not hang."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +92,12 @@ class Team:
         return ALONE if size == 1 else cls(group, dist.get_rank(group), size)
 
     def peer(self, rank: int) -> int:
-        """The global number of a rank of this team, as point-to-point calls want it."""
+        """The global rank of a rank of this team, which point-to-point calls need."""
         assert self.group is not None
         return dist.get_global_rank(self.group, rank)
 
     def handshake(self, mine: Facts) -> list[Facts]:
-        """Everybody's facts in rank order. Raises the same ValueError on every rank if they do not fit together."""
+        """The facts of all ranks, in rank order. Raises the same ValueError on every rank if they do not agree."""
         if self.size == 1:
             return [mine]
         header = json.dumps(asdict(mine)).encode()[:_HEADER_BYTES].ljust(_HEADER_BYTES)
@@ -109,7 +109,7 @@ class Team:
         return facts
 
     def refuse(self, error: Exception) -> None:
-        """Take part in the handshake only to say that this rank's arguments are bad, so that nobody waits for it."""
+        """Tell the other ranks in the handshake that this rank's arguments are bad, so that they do not hang."""
         if self.size == 1:
             return
         text = str(error).encode("ascii", "replace").decode()[:200]
@@ -133,7 +133,7 @@ class Team:
             store.set(keys[self.rank], header.decode())
             store.wait(keys)
             headers: list[bytes] = store.multi_get(keys)
-            if turn > 1:  # everybody has read the turn before the last one
+            if turn > 1:  # every rank has read the turn before the last one
                 store.delete_key(f"contratile/{turn - 2}/{self.rank}")
             return headers
 
@@ -150,7 +150,7 @@ class Team:
         return values
 
     def lost(self, error: BaseException, purpose: str) -> RankLost:
-        """The error for a rank that waited in vain; names the ranks that did not even notice, where it can."""
+        """The error for a lost rank; names the ranks that did not report a failure, if possible."""
         return RankLost(
             f"rank {self.rank} of {self.size} waited in vain for {self._absentees()} {purpose}: it died, stalled, or "
             f"did not call the loss (or its backward), which every rank of the group must. Look for that rank's own "
@@ -159,7 +159,7 @@ class Team:
         )
 
     def _absentees(self) -> str:
-        """Ranks that do not report the failure as well: each rank that does leaves a note in the store."""
+        """Ranks that did not report the failure. Those that do leave a note in the store."""
         assert self.group is not None
         store, me, size = _store(self.group), self.rank, self.size
 
@@ -174,10 +174,10 @@ class Team:
 
         try:
             absent = bounded(look, 2 * _LOOK)
-        except NoAnswer:  # the store lives in a process that stalls: in that of rank 0, unless torchrun holds it
+        except NoAnswer:  # the process that holds the store stalls: rank 0, unless torchrun holds it
             return "another rank, probably rank 0 (the group's store does not answer)"
         except RuntimeError:
-            return "another rank"  # the one that held the store is gone
+            return "another rank"  # the process that held the store is gone
         return f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}" if absent else "another rank"
 
 
@@ -185,17 +185,17 @@ ALONE = Team(None, 0, 1)
 
 
 def bounded(work: Callable[[], T], seconds: float) -> T:
-    """The result of a call that knows no limit, such as a question to a store whose process may stall.
+    """Run a call that has no time-out of its own, such as a query to a store whose process may stall.
 
     Raises:
-        NoAnswer: It took longer; its thread is left behind, and ends with the process.
+        NoAnswer: It took longer. Its thread keeps running until the process ends.
     """
     answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
         try:
             answer.put((work(), None))
-        except BaseException as error:  # whatever it is, it belongs to the one who waits
+        except BaseException as error:  # re-raised in the waiting thread
             answer.put((None, error))
 
     threading.Thread(target=run, daemon=True).start()
@@ -210,7 +210,7 @@ def bounded(work: Callable[[], T], seconds: float) -> T:
 
 @contextmanager
 def watched(purpose: str) -> Iterator[None]:
-    """Other packages' collectives that fail because a rank is lost raise a `RankLost` that says so, too."""
+    """Turn errors of other packages' collectives that mean a lost rank into `RankLost`."""
     try:
         yield
     except RankLost:
@@ -223,7 +223,7 @@ def watched(purpose: str) -> Iterator[None]:
 
 
 _CONNECTION = re.compile(r"gloo|connection (closed|reset)|timed out waiting|store\b.*timeout", re.IGNORECASE)
-"""How backends speak of ranks that are gone; gloo raises plain RuntimeErrors."""
+"""Texts of errors about lost ranks; gloo raises plain RuntimeErrors."""
 
 
 def _compare(facts: list[Facts]) -> None:

@@ -1,5 +1,7 @@
-"""Backends carry out the tiles: `torch` on any device, `triton` in kernels of its own on CUDA and ROCm. `dense` is the
-reference, for comparison. "auto" is `triton` where `registry.py` finds that it can be, else `torch`."""
+"""Backends: `torch` (tiles on any device), `triton` (kernels on CUDA and ROCm) and `dense` (materialised scores).
+
+"auto" is `triton` where its kernels run and cover the call (`registry.py`), otherwise `torch`.
+"""
 
 from typing import Literal, get_args
 

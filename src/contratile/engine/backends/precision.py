@@ -1,4 +1,4 @@
-"""How exactly fp32 features are multiplied where the hardware has TF32, by kernels and by library products alike.
+"""The precision of fp32 products on hardware with TF32, for kernels and library products alike.
 
     ieee      fp32 products
     tf32x3    three TF32 products in kernels, almost as exact; library products are fp32
@@ -19,7 +19,7 @@ PRECISIONS: tuple[str, ...] = get_args(Precision)
 
 
 def resolve(asked: str | None, features: Tensor, backend: str) -> str:
-    """What was asked for, else what PyTorch is set to for its own products: "high" and "medium" are TF32."""
+    """The requested precision, or PyTorch's own setting: "high" and "medium" are TF32."""
     if asked or features.dtype != torch.float32 or (features.is_cpu and backend != "triton"):
         return asked or "ieee"
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
@@ -27,7 +27,7 @@ def resolve(asked: str | None, features: Tensor, backend: str) -> str:
 
 @contextmanager
 def library_products(precision: str | None, features: Tensor) -> Iterator[None]:
-    """PyTorch's own fp32 products follow `precision` inside."""
+    """Inside, PyTorch's own fp32 products use this precision."""
     if features.is_cpu or features.dtype != torch.float32:
         yield
         return

@@ -1,4 +1,4 @@
-"""Which backend carries out a call: `triton` for what its kernels cover, where they run, and `torch` for the rest."""
+"""Chooses the tiled backend of a call: `triton` where its kernels run and cover the call, otherwise `torch`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from contratile.engine.spec import Inputs, Spec
 from contratile.errors import bad_value
 
 TRITON = (3, 7)
-"""The oldest version that the kernels are written for."""
+"""The oldest supported version."""
 
 NOT_COVERED: dict[str, Callable[[Inputs, Spec], bool]] = {
     "margin": lambda x, spec: spec.filters,
@@ -25,11 +25,11 @@ NOT_COVERED: dict[str, Callable[[Inputs, Spec], bool]] = {
     "float64": lambda x, spec: x.query.dtype == torch.float64,
     "softplus of one set": lambda x, spec: spec.reduce == "softplus" and x.key is None,
 }
-"""What kernels leave to the torch backend."""
+"""What the kernels do not cover."""
 
 
 def choose(x: Inputs, spec: Spec) -> Tiles:
-    """The backend for a call. `backend="triton"` raises where it cannot be had, "auto" takes the torch backend."""
+    """The backend for a call. Where kernels cannot run, "triton" raises and "auto" uses the torch backend."""
     if spec.backend == "torch" or (spec.backend == "auto" and not x.query.is_cuda):
         return torch_tiles
     asked = spec.backend == "triton"
@@ -71,7 +71,7 @@ _failed: dict[torch.device, str] = {}
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Why kernels cannot run on a device, if they cannot."""
+    """Why kernels cannot run on a device, or None if they can."""
     return _failed.get(device) or _unavailable(device)
 
 
@@ -107,9 +107,9 @@ def _warn(reason: str) -> None:
 
 
 class KernelsOrTorch:
-    """The kernels and, from the first that cannot be built, the torch backend.
+    """The kernels, or the torch backend once a kernel could not be built.
 
-    A kernel is built when it is first launched, before anything of the block was added anywhere.
+    Kernels are built at their first launch, before the block has changed any result.
     """
 
     def __init__(self, device: torch.device) -> None:

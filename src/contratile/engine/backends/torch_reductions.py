@@ -1,12 +1,12 @@
-"""What is made of a tile of scores: readers gather vectors from it, weights turn it into the gradient g.
+"""What happens to a tile of scores: readers reduce it to vectors, weights turn it into the gradient g.
 
     log-sum-exp   row and column statistics                      g = row.grad exp2(s - row.lse2) + col.grad exp2(...)
     softplus      row sums of softplus(s), positives' of -s      g = row.grad sigmoid(s), positives' -sigmoid(-s)
     ranks         how many keys score above a row's positive     none
 
-Scores of excluded pairs are -inf: they add nothing to any of them. A `limit` drops, for one side only, the pairs whose
-product is above it, except the positive. Whatever is compared with the positives is compared as products, before alpha:
-its rounding would break ties, and make others.
+Scores of excluded pairs are -inf and contribute nothing. A `limit` drops, for one side, the pairs whose product is
+above it, except the positive. Comparisons with the positives use products, before alpha: rounding after the
+multiplication would break ties and create others.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from contratile.engine.stats import Stats, lowest, part, take
 
 
 class Reader(Protocol):
-    """Sees every tile of a block once."""
+    """Reads every tile of a block once."""
 
     def read(self, s_RC: Tensor, spare_RC: Tensor, tile: Tile) -> None:
-        """Take what is needed from the scores, which stay as they are; `spare_RC` is scratch."""
+        """Read the scores without changing them; `spare_RC` is scratch."""
 
     def parts(self) -> tuple[SideParts, SideParts]:
         """After the last tile: what was gathered for the rows and for the columns."""
@@ -40,8 +40,8 @@ class Weights(Protocol):
         """Write g, which may be s itself."""
 
     def positive(self, rows: slice, *, both: bool) -> Tensor:
-        """g at the positives of some rows, exactly, with the gradient of the positives' own scores; `both` says that
-        the tile counts for its columns too."""
+        """g at the positives of some rows, including the gradient of the positives' own scores. `both`: the tile also
+        counts for its columns."""
 
 
 _T = TypeVar("_T")
@@ -61,16 +61,16 @@ def sides_of(tile: Tile, row: _T | None, col: _T | None) -> list[tuple[int, _T, 
 
 # --- log-sum-exp --------------------------------------------------------------------------------------------------
 #
-# exp2(s - shift) serves the rows and the columns of a tile if no row and no column lies so far from the shift that
-# its terms overflow or underflow. Within SPAN of the shift, a term that underflows is below 2**-60 of its row's
-# sum and of its column's: far under the rounding error. Anything else gets an exp2 per direction, each with
-# its own maximum or log-sum-exp as shift, which is exact for every finite input.
+# One exp2(s - shift) serves both the rows and the columns of a tile, unless a row or column is so far from the shift
+# that its terms overflow or underflow. Within SPAN of the shift, a term that underflows is below 2**-60 of the sums of
+# its row and column: far below the rounding error. All other tiles get an exp2 per direction, with the row or column
+# maximum (or log-sum-exp) as shift, which is exact for every finite input.
 
 _SPAN = {torch.float32: 60.0, torch.float64: 480.0}
 
 
 def _shared_shift(low: float, high: float, dtype: torch.dtype) -> float | None:
-    """A shift within SPAN of all levels from low to high, if there is one: 0 saves a subtraction."""
+    """A shift within SPAN of all levels from low to high, or None. 0 saves a subtraction."""
     span = _SPAN[dtype]
     if -span <= low and high <= span:
         return 0.0
@@ -84,7 +84,7 @@ def _exp2(s_RC: Tensor, shift: Tensor | float, out: Tensor) -> Tensor:
 
 
 class Sums:
-    """The statistics of one side in the making, and beside them the sums of the tiles that share the present shift."""
+    """Partial statistics of one side, plus the sums of the tiles at the current shared shift."""
 
     def __init__(self, n: int, like: Tensor, limit: Tensor | None = None) -> None:
         self.n, self.like, self.limit = n, like, limit
@@ -92,7 +92,7 @@ class Sums:
         self.stats: Stats | None = None
 
     def add_(self, index: slice, total: Tensor) -> None:
-        """Add the sums of a tile at the present shift."""
+        """Add the sums of a tile at the current shift."""
         if self.total is None and total.shape[0] == self.n:
             self.total = total
             return
@@ -101,13 +101,13 @@ class Sums:
         part(self.total, index).add_(total)
 
     def merge_(self, index: slice, level: Tensor, total: Tensor) -> None:
-        """Add the sums of a tile at levels of its own."""
+        """Add the sums of a tile at its own levels."""
         if self.stats is None:
             self.stats = self._nothing()
         self.stats.at(index).merge_(level, total)
 
     def flush(self, shift: float | None) -> Stats:
-        """The statistics, with what was summed at this shift moved into them."""
+        """Move the sums at this shift into the statistics, and return these."""
         total, self.total = self.total, None
         if total is None or shift is None:
             self.stats = self.stats or self._nothing()
@@ -125,15 +125,15 @@ class Sums:
 class LseReader:
     """Log-sum-exps of the rows, the columns, or both.
 
-    The shift is a guess from the tile before, and the sums tell whether it was good: they are all in range, or the
-    maxima are looked up and every side gets its own exp2. To look would stall an accelerator, which has exponentials
-    to spare: there, and where sides have limits of their own, it is always so.
+    The shift is guessed from the previous tile. If all sums are in range the guess was good; otherwise the maxima are
+    read and every side gets its own exp2. Reading the maxima would synchronise a GPU, so GPUs always use two exp2, and
+    so do sides with limits.
     """
 
     def __init__(
         self, rule: PairRule, row: Sums | None, col: Sums | None, score_: Callable[[Tensor], Tensor] | None = None
     ) -> None:
-        """Where sides have limits, tiles come as products, and `score_` turns those that count into scores."""
+        """With limits, tiles are products, and `score_` turns those that count into scores."""
         self.rule, self.row, self.col, self.score_ = rule, row, col, score_
         self.shift: float | None = 0.0
         if any(side is not None and side.limit is not None for side in (row, col)):
@@ -174,7 +174,7 @@ class LseReader:
         return True
 
     def _below(self, limit: Tensor, s_RC: Tensor, out: Tensor, tile: Tile) -> Tensor:
-        """The scores of the products up to a limit, and of the positives."""
+        """The scores of the positives and of all products up to a limit."""
         out.copy_(s_RC).masked_fill_(s_RC > limit, -torch.inf)
         for at, true in zip(self.rule.places(out, tile), self.rule.places(s_RC, tile), strict=True):
             at.put_(true.get())
@@ -187,16 +187,16 @@ class LseReader:
 
 
 class Direction:
-    """What the backward pass knows of the rows (or columns): their log-sum-exps and the gradients of those."""
+    """Log-sum-exps of the rows (or columns), and their gradients."""
 
     def __init__(self, lse2: Tensor, grad: Tensor, limit: Tensor | None = None) -> None:
-        """No log-sum-exp may be -inf: -inf - (-inf) must stay out of the tiles."""
+        """No log-sum-exp may be -inf: -inf - (-inf) would be NaN."""
         self.lse2, self.grad, self.limit = lse2, grad, limit
         self._bounds: dict[tuple[int, int], tuple[float, float]] = {}
         self._weights: tuple[float, Tensor] | None = None
 
     def bounds(self, index: slice) -> tuple[float, float]:
-        """The lowest and the highest log-sum-exp of a block, looked up once."""
+        """The lowest and the highest log-sum-exp of a block, computed once."""
         at = index.start, index.stop
         if at not in self._bounds:
             low, high = part(self.lse2, index).aminmax()
@@ -204,7 +204,7 @@ class Direction:
         return self._bounds[at]
 
     def weights(self, shift: float) -> Tensor:
-        """grad * exp2(shift - lse2), the factor of exp2(s - shift). Most tiles in a row share their shift."""
+        """grad * exp2(shift - lse2), the factor of exp2(s - shift). Consecutive tiles mostly share the shift."""
         if self._weights is None or self._weights[0] != shift:
             distance = shift - self.lse2 if shift else -self.lse2
             self._weights = shift, distance.exp2_().mul_(self.grad)
@@ -214,9 +214,9 @@ class Direction:
 class LseWeights:
     """g = sum over sides of grad * exp2(s - lse2).
 
-    Late in training exp2(s - lse2) of a positive is 1 and cancels against the positive's own gradient to almost
-    nothing. So positives are weighed one by one: a shared exp2 rounds twice, which would be all that is left. A row's
-    two terms are added before the column's, so that what cancels is 0 to the last bit.
+    Late in training exp2(s - lse2) of a positive is almost 1 and cancels with the gradient of the positive's own score.
+    A shared exp2 rounds twice, and the error could exceed the difference, so positives are computed separately. The two
+    terms of a row are added before the column's, so that an exact cancellation gives exactly 0.
     """
 
     def __init__(
@@ -231,9 +231,9 @@ class LseWeights:
         exclude_self: bool = False,
         factor: Tensor | None = None,
     ) -> None:
-        """`labels` and `pos` lead to the rows' positives, whose scores have the gradient `pos_grad`. `mirrored`:
-        symmetric scores, rows are columns too. Where sides have limits, tiles come as products, and `factor` times them
-        are the scores."""
+        """`labels` and `pos` are the rows' positives and their scores, `pos_grad` the gradient of these scores.
+        `mirrored`: scores are symmetric, so rows are columns too. With limits, tiles are products, and `factor` times
+        the products are the scores."""
         self.row, self.col, self.factor = row, col, factor
         if labels is None or pos is None:
             return
@@ -244,11 +244,11 @@ class LseWeights:
             back = torch.zeros_like(pos)
         else:
             back = take(other.grad, labels) * (pos - take(other.lse2, labels)).exp2_()
-        if mirrored:  # two rows that are each other's positive share a place
+        if mirrored:  # two rows may be each other's positive
             at = torch.arange(len(labels), device=labels.device)
             back += torch.where(take(labels, labels) == at, take(extra, labels), 0)
             self._both = (own + extra) + back
-            if exclude_self:  # a row that is its own positive has no other gradient there
+            if exclude_self:  # a row that is its own positive has no other gradient
                 alone = labels == at
                 own, self._both = own.masked_fill(alone, 0), torch.where(alone, 2 * extra, self._both)
         else:
@@ -271,7 +271,7 @@ class LseWeights:
                 rows, cols = (part(side.weights(shift), index) for _, side, index in sides)
                 _exp2(s_RC, shift, g_RC).mul_(torch.add(rows.unsqueeze(1), cols, out=spare_RC))
                 return
-        # The last side goes first and aside, as writing g may overwrite s.
+        # The last side is written first, to scratch: writing g may overwrite s.
         for (dim, side, index), out in reversed(list(zip(sides, (g_RC, spare_RC), strict=False))):
             dropped = None if side.limit is None else s_RC > part(side.limit, index).unsqueeze(dim)
             scaled_RC = s_RC if self.factor is None else torch.mul(s_RC, self.factor, out=out)
@@ -289,7 +289,7 @@ class SoftplusReader:
     """Sums of softplus(s) over rows and, if asked for, columns. A positive counts with the opposite sign."""
 
     def __init__(self, rule: PairRule, row: Tensor, col: Tensor | None) -> None:
-        """`row` and `col` are added to."""
+        """Adds to `row` and `col`."""
         self.rule, self.row, self.col = rule, row, col
 
     def read(self, s_RC: Tensor, spare_RC: Tensor, tile: Tile) -> None:
@@ -305,19 +305,19 @@ class SoftplusReader:
 
 
 def _softplus(x: Tensor, out: Tensor) -> Tensor:
-    """log(1 + exp(x)); beyond the threshold it is x to the last bit."""
+    """log(1 + exp(x)); above the threshold it equals x."""
     threshold = 20 if x.dtype == torch.float32 else 40
     result: Tensor = torch._C._nn.softplus(x, 1, threshold, out=out)  # type: ignore[call-arg]  # it has the argument
     return result
 
 
 class SoftplusWeights:
-    """g = (row.grad + col.grad) * sigmoid(s), and with both signs turned at positives."""
+    """g = (row.grad + col.grad) * sigmoid(s); at positives -(row.grad + col.grad) * sigmoid(-s)."""
 
     def __init__(
         self, row: Tensor, col: Tensor | None, *, labels: Tensor | None, pos: Tensor | None, pos_grad: Tensor | None
     ) -> None:
-        """The gradients of the sums; `labels` and `pos` lead to the rows' positives."""
+        """`row` and `col` are the gradients of the sums, `labels` and `pos` the rows' positives and their scores."""
         self.row, self.col = row, col
         if labels is not None and pos is not None:
             self._own = (-pos).sigmoid_().mul_(row if col is None else row + take(col, labels)).neg_()
@@ -338,7 +338,7 @@ class SoftplusWeights:
 
 
 class Beaten:
-    """For the rows (or columns): the product to beat, how many beat it and, if asked for, how many equal it."""
+    """Per row (or column): the positive's product, and how many products are higher and, if asked for, equal."""
 
     def __init__(self, level: Tensor, *, ties: bool) -> None:
         self.level = level
@@ -347,7 +347,7 @@ class Beaten:
 
 
 class RankReader:
-    """How many products lie strictly above, and how many at, each row's and each column's positive."""
+    """Counts the products above (and equal to) each row's and each column's positive."""
 
     def __init__(self, row: Beaten, col: Beaten | None) -> None:
         self.row, self.col = row, col
@@ -356,7 +356,7 @@ class RankReader:
         """`s_RC` holds products."""
         for dim, side, index in sides_of(tile, self.row, self.col):
             level = part(side.level, index).unsqueeze(dim)
-            # As floats of 0 and 1: a sum of booleans takes six times as long.
+            # As floats: summing booleans takes six times as long.
             part(side.higher, index).add_(torch.gt(s_RC, level, out=spare_RC).sum(dim))
             if side.equal is not None:
                 part(side.equal, index).add_(torch.eq(s_RC, level, out=spare_RC).sum(dim))

@@ -4,10 +4,9 @@ Shapes: N queries, M keys, D features; a tile has R rows and C columns:
 
     s_RC = (alpha * q_RD) k_CD^T + bias        alpha = scale * log2(e) for log-sum-exps in base 2
 
-One tile costs one product forward and up to three backward (scores again, query gradient, key gradient), and
-serves both directions. `forward` shows every tile to readers, which gather the statistics of a block of keys;
-`backward` adds a block's share to running gradients (`block.py`). What is made of a tile is in `torch_reductions.py`;
-the loops are here. Products are written in place or into given buffers, which also keeps autocast from rounding them.
+A tile costs one product forward and up to three backward (scores again, query gradient, key gradient), and serves both
+directions. The loops over tiles are here; what happens to a tile is in `torch_reductions.py`. Products are written into
+buffers, which also keeps autocast from rounding them.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from contratile.engine.stats import lowest, part
 
 
 def forward(scores: Scores, spec: Spec, levels: Levels, pos: Tensor | None) -> tuple[SideParts, SideParts]:
-    """Show every tile to the readers, after each row's positive score was written to `pos`."""
+    """Compute every tile and let the readers reduce it; write each row's positive score to `pos`."""
     plan, rule = scores.plan, scores.rule
     reader, ranks = _reader(scores, spec, levels), _rank_reader(spec, levels)
     ws = Workspace(plan, scores.q, scores.key, tiles=2)
@@ -96,7 +95,7 @@ def _limit(level: Tensor | None, spec: Spec) -> Tensor | None:
 
 
 def positives(scores: Scores, level: Tensor) -> None:
-    """Write the product of each row with its positive, by computing the tiles that hold one: as `forward` will."""
+    """Write each row's product with its positive: computes the tiles that hold one, exactly as `forward` will."""
     plan = scores.plan
     ws = Workspace(plan, scores.q, scores.key, tiles=2)
     for block, tiles in plan.blocks():
@@ -125,17 +124,17 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
     pos = given.pos
     weights = _weights(scores, spec, given)
     assert dk is None or dk.dtype == alpha.dtype, "key gradients accumulate over row blocks, in full precision"
-    # sum(g * s) = <alpha q, g k>, so a query gradient gives dalpha at no cost; without one the scores must be kept.
+    # sum(g * s) = <alpha q, g k>, so dalpha is free with a query gradient; without one the scores must be kept.
     keep_scores = dalpha is not None and dq is None
-    bias = scores.bias if keep_scores else None  # it would round the scores: they are kept without it
+    bias = scores.bias if keep_scores else None  # scores are kept without the bias, which would round them
     ws = Workspace(plan, scores.q, scores.key, tiles=3 if keep_scores else 2)
     for block, tiles in plan.blocks() if plan.m else ():
         plain_RD = ws.query(scores.q, block, scores.query_factor)
         q_RD = plain_RD if scores.folded else ws.scaled_query(scores.q, block, alpha)
         dq_RD = ws.query_grad(block)
         for number, tile in enumerate(tiles):
-            # On the diagonal of symmetric scores a tile is its own transpose: with the weights of both sides one
-            # product does for two, and meets every pair twice.
+            # A diagonal tile of symmetric scores is its own transpose: with the weights of both sides, one product
+            # replaces two and counts every pair twice.
             twice = tile.rows == tile.cols and scores.k is None and dq is not None
             if twice:
                 tile = tile._replace(mirrored=True)
@@ -160,7 +159,7 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
             if dbias is not None:
                 dbias += g_RC.sum()
             if dalpha is not None and keep_scores:
-                # An excluded pair has s = -inf and g = 0: its product is 0, not NaN. Positives always have a score.
+                # Excluded pairs have s = -inf and g = 0: clamp s so that the product is 0, not NaN.
                 torch.clamp(s_RC, min=lowest(s_RC.dtype), out=spare_RC)
                 if pos is not None and rule.exclude_self:
                     assert bias is None
@@ -190,14 +189,14 @@ def _weights(scores: Scores, spec: Spec, given: Given) -> Weights:
 def _direction(side: SideGrad, scores: Scores, spec: Spec) -> Direction:
     lse = side.lse
     assert lse is not None
-    # Where pairs are left out, a row may have lost them all: a finite floor stands for its -inf.
+    # A row whose pairs are all excluded has -inf: use a finite floor instead.
     if spec.exclude_self or spec.filters or scores.rule.query_ids is not None:
         lse = lse.clamp(min=lowest(lse.dtype))
     return Direction(lse, side.grad, _limit(side.level, spec))
 
 
 class Workspace:
-    """The buffers that every tile of a pass is written into."""
+    """Buffers that all tiles of a pass share."""
 
     def __init__(self, plan: TilePlan, q: Tensor, k: Tensor, *, tiles: int) -> None:
         dtype = accumulation_dtype(q.dtype)
@@ -212,7 +211,7 @@ class Workspace:
 
     def tile(self, index: int, tile: Tile) -> Tensor:
         view = self._views.get(index)
-        if view is None or view.shape != tile.shape:  # most tiles have the shape of the one before
+        if view is None or view.shape != tile.shape:  # most tiles have the same shape as the previous one
             memory = part(self._tiles[index], slice(0, tile.end - tile.offset))
             view = self._views[index] = as_tile(memory, tile, self._plan)
         return view
@@ -222,19 +221,19 @@ class Workspace:
         return _times(part(q, rows), factor, self._query)
 
     def scaled_query(self, q: Tensor, rows: slice, alpha: Tensor) -> Tensor:
-        """The same beside it, with another factor."""
+        """The same with another factor, in a second buffer."""
         if self._scaled_query is None:
             self._scaled_query = torch.empty_like(self._query)
         return _times(part(q, rows), alpha, self._scaled_query)
 
     def query_grad(self, rows: slice) -> Tensor:
-        """Room for the gradient of a block of queries."""
+        """A buffer for the gradient of a block of queries."""
         if self._query_grad is None:
             self._query_grad = torch.empty_like(self._query)
         return part(self._query_grad, slice(0, rows.stop - rows.start))
 
     def key(self, k: Tensor, cols: slice) -> Tensor:
-        """A block of keys that BLAS takes: a view of the keys if their layout allows, else a copy of the block."""
+        """A block of keys as BLAS needs it: a view if the layout allows, otherwise a copy."""
         block = part(k, cols)
         return block if self._key is None else self._key[: block.shape[0]].copy_(block)
 

@@ -1,6 +1,6 @@
 """How kernels are launched: block sizes, warps and stages by architecture, and how work is cut into launches.
 
-Pure integers, as `tiles.py` is for the torch backend. The table was chosen from ahead-of-time resource reports
+Pure integers, like `plan.py` for the torch backend. The table was chosen from ahead-of-time resource reports
 (registers, spills, shared memory; `benchmarks/results/kernels.md`), not by timing.
 """
 
@@ -12,7 +12,7 @@ Arch = int | str
 """80, 86, ... of an NVIDIA GPU (sm_80), or the name of an AMD GPU."""
 
 WORKSPACE_BYTES = 64 << 20
-"""What a launch may leave for the next one: a chunk of gradients of scores, or parts of column statistics."""
+"""Memory for what one launch passes to the next: a chunk of score gradients, or partial column statistics."""
 
 
 class Config(NamedTuple):
@@ -40,12 +40,12 @@ TABLE: dict[Arch, dict[str, Config]] = {
     "gfx90a": {"16-bit": _WIDE._replace(stages=2), "ieee": _IEEE},
     "gfx942": {"16-bit": _WIDE._replace(stages=2), "tf32": _FP32._replace(stages=2), "ieee": _IEEE},
 }
-"""fp32 features by the precision of their products. What an architecture lacks is computed with `ieee`. Slimmer tiles
-stand where 128 x 128 spills registers. The height is a multiple of the width, as symmetric scores want it."""
+"""fp32 features by the precision of their products; a missing entry means `ieee`. Tiles are narrower where 128 x 128
+spills registers. The height is a multiple of the width, which symmetric scores require."""
 
 
 def known_arch(capability: tuple[int, int]) -> int | None:
-    """The entry for an NVIDIA GPU: its own, else the newest one before it. Before sm_80 there is none."""
+    """The entry for an NVIDIA GPU: its own or the closest older one. None before sm_80."""
     number = capability[0] * 10 + capability[1]
     return max((arch for arch in TABLE if isinstance(arch, int) and arch <= number), default=None)
 
@@ -60,9 +60,9 @@ def kind_of(arch: Arch, dtype: torch.dtype, precision: str | None) -> str:
 def config_for(arch: Arch, d: int, kind: str, tile: int | None = None, *, crowded: bool = False) -> Config:
     """The table's entry; `tile` forces the height and width of a tile, rounded down to a power of two.
 
-    A task that keeps more of a tile in registers (`crowded`: ids, symmetric scores, softplus) takes half the width and,
-    without tensor cores, half the height; features that cannot be read 16 bytes at a time take half of everything.
-    Short features are summed in two steps at least, as there is nothing to overlap in one.
+    Calls that keep more in registers (`crowded`: ids, symmetric scores, softplus) use half the width and, without
+    tensor cores, half the height. Features that cannot be read 16 bytes at a time halve everything. Short features are
+    summed in at least two steps, so that loads and products overlap.
     """
     config = TABLE[arch][kind]
     uneven = d % 16 != 0
@@ -85,9 +85,9 @@ class ForwardCut(NamedTuple):
 
 
 def cut_forward(n: int, m: int, config: Config, *, processors: int, cols: bool, workspace: int) -> ForwardCut:
-    """Column statistics leave a part (two fp32) for each row block of a launch: as many blocks as the workspace holds.
+    """Row blocks per launch: each leaves partial column statistics (two fp32), so as many as fit into the workspace.
 
-    Where these are too few to occupy the GPU four times over, the columns are split among programs.
+    If these are too few to occupy the GPU four times over, the columns are split among programs.
     """
     blocks = -(-n // config.m)
     if cols:
@@ -106,10 +106,10 @@ class BackwardCut(NamedTuple):
 
 
 def cut_backward(n: int, m: int, config: Config, *, itemsize: int, symmetric: bool, workspace: int) -> BackwardCut:
-    """Chunks as the workspace allows, twice as high as wide (square for symmetric scores).
+    """Chunks that fit into the workspace, twice as tall as wide (square for symmetric scores).
 
-    They end where a tile ends, or with the last row and column. The products of a chunk are large in every dimension
-    whatever N and M; a higher one visits the key gradients less.
+    They end at tile borders, or with the last row and column. Products of a chunk are large in every dimension; taller
+    chunks pass over the key gradients less often.
     """
     area = workspace // itemsize
     step = config.m if symmetric else config.n

@@ -1,4 +1,4 @@
-"""The kernels: a tile of scores is computed, used up and forgotten inside one program.
+"""The kernels: a tile of scores is computed and reduced inside one program, and never stored.
 
     forward_tiles     statistics of rows and columns, and the positives' scores         one program: a row of tiles
     merge_parts       the programs' statistics into running ones                        one program: some columns
@@ -8,28 +8,28 @@ All work on the same scores, in base 2 where they are exponentiated:
 
     s_ij = alpha <q_i, k_j> + bias        alpha = scale * log2(e), or the scale itself where softplus is summed
 
-What is None is absent, at compile time. N queries, M keys, D features are whatever they are: rows and columns beyond
-the end repeat the last one and are left out of every result. Offsets into features are 64 bit. No two programs write to
-one place and none adds to what another wrote, so results do not depend on the order of programs.
+Arguments that are None are absent at compile time. N, M and D may be any size: rows and columns beyond the end repeat
+the last one and are masked out of every result. Offsets into features are 64 bit. No two programs write to the same
+place, so results do not depend on the order of programs.
 """
 
 # mypy: ignore-errors
-# (Triton compiles these functions; they are no Python.)
+# (Triton compiles these functions; they are not executed as Python.)
 
 import triton
 import triton.language as tl
 
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # `stats.lowest`: the level of "nothing seen"
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # `stats.lowest`: the level of empty statistics
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
 def nearest_tf32(x):
-    """fp32 rounded to the nearest TF32. The hardware cuts 13 bits off, and every score would come out too small."""
+    """fp32 rounded to the nearest TF32. The hardware truncates 13 bits, which would make every score too small."""
     bits = x.to(tl.uint32, bitcast=True)
     rounded = ((bits + 0x1000) & 0xFFFFE000).to(tl.float32, bitcast=True)
-    return tl.where(x == x, rounded, x)  # the bits of a NaN may carry over into those of a number
+    return tl.where(x == x, rounded, x)  # rounding the bits of a NaN may give a number
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def tile_of_dots(
 
 @triton.jit
 def counted_pairs(row, col, at_row, at_col, rows_end, cols_end, positive, query_ids, key_ids, SELF: tl.constexpr):
-    """Which pairs of a tile count: those that exist, but no view with itself, and none of equal id unless positive."""
+    """Which pairs of a tile count: those within bounds, without selves and pairs of equal id (unless positive)."""
     counted = (row < rows_end)[:, None] & (col < cols_end)[None, :]
     if query_ids is not None:
         same = tl.load(query_ids + at_row)[:, None] == tl.load(key_ids + at_col)[None, :]
@@ -88,7 +88,7 @@ def counted_pairs(row, col, at_row, at_col, rows_end, cols_end, positive, query_
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(x)), also where exp(x) is too small to be seen beside 1."""
+    """log(1 + exp(x)), accurate for small exp(x) too."""
     e = tl.exp2(-tl.abs(x) * LOG2E)
     series = e * (1 - e * (1 / 2 - e * (1 / 3 - e * (1 / 4 - e * (1 / 5 - e * (1 / 6))))))
     return tl.maximum(x, 0.0) + tl.where(e < 0.0625, series, tl.log2(1 + e) * LN2)
@@ -136,9 +136,9 @@ def forward_tiles(
 ):
     """A block of rows against a split of the columns, every tile once.
 
-    The rows' statistics run along; those of a tile's columns are stored, one part for each row block. Symmetric scores:
-    tiles begin at the diagonal, and those to the right of it give their columns' statistics to the rows they are.
-    BLOCK_M is a multiple of BLOCK_N.
+    Row statistics are accumulated over the tiles; column statistics are stored per row block. For symmetric scores,
+    tiles start at the diagonal, and a tile right of it adds its column statistics to the mirrored rows. BLOCK_M is a
+    multiple of BLOCK_N.
     """
     height = first * BLOCK_M + tl.program_id(0) * BLOCK_M
     row = height + tl.arange(0, BLOCK_M)
@@ -220,7 +220,7 @@ def merge_parts(
     BLOCK_P: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add parts to running statistics, as `Stats.merge_` does. Without levels they are plain sums.
+    """Merge partial statistics into running ones, like `Stats.merge_`. Without levels they are plain sums.
 
     TRIANGLE, if it is not 0, is the height of a row block of symmetric scores: part p comes from row block `first + p`
     and exists only for columns to the right of its diagonal tile.
@@ -289,12 +289,12 @@ def gradient_tiles(
     """g of one tile, from its scores computed again.
 
         log-sum-exp   g = row_grad exp2(s - row_lse) + col_grad exp2(s - col_lse)
-        softplus      g = (row_grad + col_grad) sigmoid(s), and with both signs turned at positives
+        softplus      g = (row_grad + col_grad) sigmoid(s), or -(row_grad + col_grad) sigmoid(-s) at positives
 
-    plus pos_grad at positives, whose scores are those that the forward pass read: late in training the two cancel to
-    almost nothing. Symmetric scores: columns have positives of their own.
+    plus pos_grad at positives. Their scores are those that the forward pass read, because late in training the two
+    terms almost cancel. For symmetric scores, columns have positives of their own.
     """
-    # Programs go down a group of row blocks before they move to the next columns: both stay in the L2 cache.
+    # Programs walk down a group of row blocks before moving to the next columns, so that both stay in the L2 cache.
     row_blocks = tl.cdiv(rows_end - first_row, BLOCK_M)
     col_blocks = tl.cdiv(cols_end - first_col, BLOCK_N)
     group = tl.program_id(0) // (GROUP * col_blocks)
@@ -336,13 +336,13 @@ def gradient_tiles(
             g += tl.load(row_grad + at_row)[:, None] * tl.exp2(s - tl.load(row_lse + at_row)[:, None])
         if col_grad is not None:
             g += tl.load(col_grad + at_col)[None, :] * tl.exp2(s - tl.load(col_lse + at_col)[None, :])
-    g = tl.where(counted, g, 0.0)  # whatever came out of the others, infinity too
+    g = tl.where(counted, g, 0.0)  # masked pairs may hold anything, even infinity
     if pos_grad is not None:
         g += tl.where(positive, tl.load(pos_grad + at_row)[:, None], 0.0)
         if SYMMETRIC:
             g += tl.where(mirrored, tl.load(pos_grad + at_col)[None, :], 0.0)
     if sums is not None:
-        if bias is None:  # scores are alpha times the dots, which then need not be kept beside them
+        if bias is None:  # scores are alpha times the dots, so the dots need not be kept
             dots = s
         tl.store(sums + tl.program_id(0) * 2, tl.sum(g * dots))
         tl.store(sums + tl.program_id(0) * 2 + 1, tl.sum(g))

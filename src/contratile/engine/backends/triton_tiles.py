@@ -1,9 +1,9 @@
 """The tile engine in Triton kernels: host code of `triton_kernels.py`.
 
-    forward     a tile of scores gives its row and column statistics and is gone                      1 product
+    forward     a tile of scores is reduced to its row and column statistics                         1 product
     backward    a chunk of g is written, then dq += g k and dk += g^T q are library products          3 products
 
-A launch is data before it is run, so that what tests compile ahead of time is what runs here.
+A launch is data before it runs, so tests compile ahead of time exactly what runs here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ INTERPRETED = not hasattr(triton_kernels.forward_tiles, "cache_key")
 
 
 class Launch(NamedTuple):
-    """A kernel with everything that it is started with."""
+    """A kernel with its grid, arguments and options."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -48,7 +48,7 @@ class Launch(NamedTuple):
         try:
             self.kernel[self.grid](**self.arguments, **self.options)
         except (TritonError, RuntimeError, OSError, ImportError, CalledProcessError) as error:
-            # The first launch builds the kernel. What fails on the device itself is no matter of building.
+            # The first launch builds the kernel; errors on the device itself are not build errors.
             if INTERPRETED or isinstance(error, torch.OutOfMemoryError) or str(error).startswith("Triton Error"):
                 raise
             first_line = next(iter(str(error).splitlines()), "")
@@ -57,7 +57,7 @@ class Launch(NamedTuple):
 
 
 class Device(NamedTuple):
-    """What launches are made for."""
+    """The GPU that launches are made for."""
 
     arch: Arch
     processors: int
@@ -137,7 +137,7 @@ def _options(warps: int, stages: int) -> dict[str, Any]:
 
 
 def _number(x: Tensor, device: torch.device) -> Tensor:
-    """A 0-d tensor on the device, from the CPU by its value: a copy would wait for the device."""
+    """A 0-d tensor on the device. A number from the CPU is passed by value: copying would synchronise."""
     return torch.scalar_tensor(x.item(), device=device) if x.is_cpu else x.to(device, torch.float32)
 
 
@@ -240,8 +240,8 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
 
         dq += alpha g k,   dk += alpha g^T q,   dalpha += sum(g <q, k>),   dbias += sum(g)
 
-    Chunks of g are written in the features' dtype. Inside, the upstream gradients are brought near 1, as 1 / N would
-    underflow in fp16; what is gained and alpha are put on at the end, in fp32.
+    Chunks of g are written in the features' dtype. Upstream gradients are scaled to about 1 first, because 1 / N would
+    underflow in fp16; the scaling is undone at the end, together with alpha, in fp32.
     """
     q, (dq, dk, dalpha, dbias, _) = scores.q, into
     if not len(q) or not len(scores.key) or not _upstream(given):
@@ -286,7 +286,7 @@ def _products_of_two_sets(chunks: Chunks, q: Tensor, k: Tensor, into: Gradients,
 
 
 def _products_of_one_set(chunks: Chunks, q: Tensor, dq: Tensor | None, factor: Tensor) -> None:
-    """Chunks on and above the diagonal. Those above stand for their transposes too; those on it hold both sides."""
+    """Chunks on and above the diagonal; those above it also count as their transposes."""
     for rows in chunks.row_slices():
         for cols in chunks.col_slices(rows):
             g_RC = chunks.compute(rows, cols)
@@ -316,7 +316,7 @@ class Chunks:
         )
         rows, cols = self.cut
         high, wide = -(-rows // config.m), -(-cols // config.n)
-        # In whole tiles: kernels write 16 bytes at a time, whatever the end of a chunk.
+        # In whole tiles: kernels write 16 bytes at a time, also at the end of a chunk.
         self.grad = q.new_empty(high * config.m, wide * config.n) if write else None
         self.parts = q.new_empty(high * wide, 2, dtype=torch.float32) if add_up else None
         self.sums = q.new_zeros(2, dtype=torch.float32)
@@ -341,7 +341,7 @@ class Chunks:
         return self.call.launch(triton_kernels.gradient_tiles, (programs,), arguments)
 
     def compute(self, rows: slice, cols: slice) -> Tensor:
-        """g of the chunk; of symmetric scores for both sides of every pair, those on the diagonal chunk twice."""
+        """g of the chunk. For symmetric scores it covers both sides of a pair; diagonal chunks hold each twice."""
         launch = self.launch(rows, cols)
         launch.run()
         if self.parts is not None:
@@ -364,9 +364,9 @@ def _upstream(given: Given) -> list[Tensor]:
 
 
 def _near_one(given: Given, *, fp16: bool) -> tuple[Given, Tensor]:
-    """The upstream gradients over a power of two close to the largest of them, and what they were divided by.
+    """Divide the upstream gradients by a power of two close to their maximum; return both.
 
-    In fp16 they stay 12 bits larger, which its exponents have to spare: the small weights of large batches stay normal.
+    In fp16 they are kept 12 bits larger, within its range, so that the small weights of large batches stay normal.
     """
     largest = torch.stack([grad.abs().amax() for grad in _upstream(given)]).amax()
     peak = torch.ldexp(torch.ones_like(largest), largest.frexp().exponent - (13 if fp16 else 1))
@@ -394,7 +394,7 @@ def add_product_(into: Tensor, a: Tensor, b: Tensor, *, first: bool = False) -> 
 
 @cache
 def adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether PyTorch multiplies 16-bit matrices into an fp32 one in place here: tried once, on a small example."""
+    """Whether PyTorch can add a 16-bit product to an fp32 matrix in place here; tried once on a small example."""
     ones, total = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(16, 16, device=device)
     try:
         torch.addmm(total, ones, ones, out_dtype=torch.float32, beta=1, out=total)
@@ -405,7 +405,7 @@ def adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
 
 @cache
 def interprets_bf16() -> bool:
-    """Whether the interpreter knows bfloat16: Triton's own multiplies its bits as if they were whole numbers."""
+    """Whether the interpreter supports bfloat16: Triton's own multiplies the bits as integers."""
     ones = torch.ones(1, 16, dtype=torch.bfloat16)
     scores = Scores(ones, ones, torch.ones(()), None, PairRule(), plan_tiles(1, 1, 16), ones[:0])
     row, _ = forward(scores, Spec(cols=False, tile=16), Levels(None, None), None)
@@ -426,7 +426,7 @@ RULES = ("clip", "one set", "ids", "softplus")
 def sample_launches(
     arch: Arch, d: int, dtype: torch.dtype, precision: str = "ieee", rule: str = "clip", n: int = 4096
 ) -> list[Launch]:
-    """The launches of a typical call on some architecture, each kernel once, on tensors without memory."""
+    """The launches of a typical call on an architecture, each kernel once, on meta tensors."""
     meta = torch.device("meta")
     q, k = (torch.empty(n, d, dtype=dtype, device=meta) for _ in range(2))
     one_set, softplus = rule == "one set", rule == "softplus"
