@@ -41,7 +41,7 @@ ct_: Any = ct  # calls that type checkers refuse, too
         (lambda: ct_.clip_loss(X, Y, colour=1), "Drop it."),
         (lambda: ct_.ClipLoss(temperature=0.07), "The call of the module has logit_scale=, the inverse"),
         (lambda: ct_.ClipLoss(scale=3.0), "The call of the module calls it logit_scale=."),
-        (lambda: ct_.ClipLoss(logit_scale=3.0), "The call of the module has it: give logit_scale= to that."),
+        (lambda: ct_.ClipLoss(logit_scale=3.0), "The call of the module has it: pass logit_scale= there."),
         (lambda: ct_.ClipLoss(world_size=2), "contratile.integrations.open_clip"),
         (lambda: ct_.InfoNCE(temperature=0.07), "InfoNCE has scale=, the inverse: pass scale=1 / 0.07."),
         (lambda: ct_.NTXent(scale=3.0), "NTXent has temperature=, the inverse: pass temperature=1 / 3.0."),

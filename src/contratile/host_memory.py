@@ -1,6 +1,6 @@
-"""Host memory as Linux tells it: what is free, what is resident, and the peak of a piece of work.
+"""Host memory as reported by Linux: available, resident, and the peak during a call.
 
-peak_growth(lambda: step())        # bytes; None where there is no resettable high-water mark
+peak_growth(lambda: step())        # bytes; None on other systems
 """
 
 import ctypes
@@ -12,7 +12,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def memory_bytes(entry: str) -> int:
-    """An entry of /proc/meminfo (MemTotal, MemAvailable) in bytes; 0 where there is none."""
+    """An entry of /proc/meminfo (MemTotal, MemAvailable) in bytes; 0 on other systems."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith(entry + ":"))
@@ -21,7 +21,7 @@ def memory_bytes(entry: str) -> int:
 
 
 def available_bytes() -> int:
-    """What this process may still ask for: of the machine, and of its container if that has a limit."""
+    """Memory that this process may still allocate: what the machine has left, or its container if that is less."""
     available = memory_bytes("MemAvailable")
     try:
         limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
@@ -31,13 +31,13 @@ def available_bytes() -> int:
 
 
 def status_bytes(entry: str) -> int:
-    """An entry of /proc/self/status: VmRSS is what is resident, VmHWM its high-water mark."""
+    """An entry of /proc/self/status in bytes: VmRSS is resident memory, VmHWM its peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(entry + ":"))
 
 
 def trim() -> None:
-    """Give freed memory back, so that later work cannot hide its own in it."""
+    """Return freed memory to the system, so that later allocations show up in the resident memory."""
     gc.collect()
     try:
         ctypes.CDLL(None).malloc_trim(0)
@@ -46,7 +46,7 @@ def trim() -> None:
 
 
 def peak_growth(work: Callable[[], object]) -> int | None:
-    """Resident memory at its highest during some work, beyond what was resident before; None if Linux is missing."""
+    """Peak resident memory during `work()` minus resident memory before it, in bytes; None on other systems."""
     trim()
     try:
         Path("/proc/self/clear_refs").write_text("5")

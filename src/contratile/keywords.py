@@ -1,4 +1,4 @@
-"""Unknown keywords, explained: other functions and packages have other names for the same things.
+"""Helpful errors for unknown keywords: other functions and packages use other names for the same things.
 
 @known_keywords
 def loss(query, key, scale=1.0): ...
@@ -36,9 +36,9 @@ _SAME = (
     ("labels", "targets", "target"),
     ("group", "process_group"),
 )
-"""Names of one thing: here, in open_clip, transformers, info-nce-pytorch, lightly, pytorch-metric-learning."""
+"""Synonyms: names used here, in open_clip, transformers, info-nce-pytorch, lightly and pytorch-metric-learning."""
 
-_RANKS = "group='auto', the default, is all ranks of the process group; group=None is this process alone."
+_RANKS = "group='auto', the default, uses all ranks of the process group; group=None uses this process alone."
 _OPEN_CLIP = "contratile.integrations.open_clip has the losses with open_clip's options."
 _NOTES = {
     "base_temperature": "Multiply the loss by temperature / base_temperature instead.",
@@ -50,12 +50,12 @@ _NOTES = {
 
 
 def known_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """The same function, whose TypeError for a keyword that it does not have says which one was meant."""
+    """Decorator: the TypeError for an unknown keyword says which one was probably meant."""
     return _checked(function, names_of(function))
 
 
 def passing_on(other: Callable[..., object]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Likewise for a function that passes further keywords on to another."""
+    """Like `known_keywords`, for a function that passes `**options` on to `other`."""
     options = [x.name for x in signature(other).parameters.values() if x.kind is Parameter.KEYWORD_ONLY]
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -66,7 +66,7 @@ def passing_on(other: Callable[..., object]) -> Callable[[Callable[P, R]], Calla
 
 
 def names_of(function: Callable[..., object]) -> tuple[str, ...]:
-    """The parameters that have a name."""
+    """Names of a function's parameters, without *args and **kwargs."""
     parameters = signature(function).parameters.values()
     return tuple(x.name for x in parameters if x.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD))
 
@@ -85,7 +85,15 @@ def _checked(function: Callable[P, R], names: tuple[str, ...]) -> Callable[P, R]
 def unknown_keyword(
     call: str, name: str, value: object, known: Sequence[str], *, elsewhere: tuple[str, Sequence[str]] = ("", ())
 ) -> NoReturn:
-    """Refuse a keyword. `elsewhere` is another place that may have it, and what it knows."""
+    """Raise a TypeError for a keyword.
+
+    Args:
+        call: The function that was called.
+        name: The keyword.
+        value: Its value.
+        known: Keywords that the function has.
+        elsewhere: Another function that may have the keyword, and the keywords of that function.
+    """
     known = [x for x in known if x != "self"]
     number = isinstance(value, int | float) and not isinstance(value, bool)
     remedy = meant(call, name, repr(value) if number else name, known) or ""
@@ -96,9 +104,9 @@ def unknown_keyword(
 
 
 def meant(call: str, name: str, value: str, known: Sequence[str]) -> str | None:
-    """A sentence that says which of the known keywords this name stands for."""
+    """A sentence that says which known keyword the name corresponds to, if any."""
     if name in known:
-        return f"{call} has it: give {name}= to that."
+        return f"{call} has it: pass {name}= there."
     for names in _SAME:
         if name in names:
             for other in names:
@@ -117,9 +125,11 @@ def _guess(name: str, known: Sequence[str]) -> str:
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:
-    """The end of a sentence about a function or class that is not here, if another is meant."""
+    """The end of an AttributeError's message: ". Did you mean contratile.X?" if a name is similar, else empty."""
     known = sorted((x for x in known if not x.startswith("_")), key=lambda x: x.islower() == name.islower())
-    public = {x.lower().replace("_", ""): x for x in known}  # of a class and its function, the one spelled alike
+    public = {
+        x.lower().replace("_", ""): x for x in known
+    }  # of a class and its function, prefer the one with the same case
     short = name.lower().replace("_", "")
     close = get_close_matches(short.removesuffix("loss"), public, n=1) or get_close_matches(short, public, n=1)
     return f". Did you mean contratile.{public[close[0]]}?" if close else ""

@@ -1,10 +1,10 @@
-"""Packages that are installed but cannot be imported, and which others they break.
+"""Packages that are installed but cannot be imported, and the packages that fail because of them.
 
-    broken_packages()                  # tried in another process: [BrokenPackage("torchvision", ..., breaks=["timm"])]
-    why_not("open_clip", error)        # one sentence, which names the package that is at fault
+    broken_packages()                  # imports in a subprocess: [BrokenPackage("torchvision", ..., breaks=["timm"])]
+    why_not("open_clip", error)        # a sentence that names the package at fault, and the remedy
 
-The usual one is a torchvision that was built for another torch: timm, open_clip and lightly cannot be imported then,
-and say that an operator is missing.
+The usual case is a torchvision that was built for another torch: importing timm, open_clip, lightly or transformers
+then fails with "operator torchvision::nms does not exist".
 """
 
 import json
@@ -18,40 +18,37 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from importlib.util import find_spec
 
-ESSENTIAL = ("PIL", "accelerate", "datasets", "psutil", "rich", "safetensors", "tokenizers", "transformers", "tyro")
+ESSENTIAL = ("PIL", "accelerate", "datasets", "psutil", "rich", "safetensors", "tokenizers", "tyro")
 """What contratile's own commands import."""
 
 CHECKED = (
     *ESSENTIAL,
-    *("torchvision", "triton", "webdataset", "tensorboard", "matplotlib", "timm", "open_clip"),
+    *("torchvision", "transformers", "triton", "webdataset", "tensorboard", "matplotlib", "timm", "open_clip"),
     *("sentence_transformers", "lightly", "lightning", "pytorch_metric_learning"),
 )
 QUICK = ("PIL", "psutil", "rich", "safetensors", "tokenizers", "torchvision", "tyro")
-"""Those whose import takes little time."""
+"""Packages that import quickly."""
 
-PARTS = {"transformers": "transformers.modeling_utils"}
-"""What stands for a package that imports its parts only when they are used."""
+CORE_MODULES = {"transformers": "transformers.modeling_utils"}
+"""Modules to import for packages that otherwise import their parts only on first use."""
 
 DECLARED = {"torchvision": ("lightly", "open_clip", "timm", "transformers")}
-"""What is known to be broken by a package, where it was not tried."""
-
-HIDDEN: list[Exception] = []
-"""What a torchvision raised that was hidden from the packages that would import it."""
+"""Packages that are known to fail if another one is broken, listed even if their import was not tried."""
 
 _NOT_AT_FAULT = ("", "__main__", "contratile", "torch")
 PATIENCE = 120
-"""Seconds for all imports: some packages look at the network or compile when they are imported."""
+"""Time limit in seconds for all imports: some packages use the network or compile on import."""
 
 
 @dataclass(frozen=True)
 class BrokenPackage:
-    """A package at fault."""
+    """A package that is installed but cannot be imported. `str` gives the reason and the remedy."""
 
     name: str
     version: str
     error: str
     breaks: list[str] = field(default_factory=list)
-    """Other packages that cannot be imported because of it."""
+    """Other packages whose import fails because of it."""
 
     def __str__(self) -> str:
         others = f"It breaks {', '.join(self.breaks)}. " if self.breaks else ""
@@ -61,13 +58,13 @@ class BrokenPackage:
 
 def _remedy(broken: BrokenPackage) -> str:
     if broken.name == "torchvision":
-        fits = f"Install the torchvision that belongs to torch {version('torch')}, from the index that torch is from"
-        return f"{fits}, or uninstall it: contratile's towers tiny, hf: and st: do without it."
+        install = f"Install the torchvision that belongs to torch {version('torch')}, from the same index as torch"
+        return f"{install}, or uninstall it: the towers tiny, hf: and st: do not need it."
     return f"Reinstall it: pip install --force-reinstall --no-deps {_distribution(broken.name)}."
 
 
 def culprit(name: str, error: BaseException) -> str:
-    """The package in which an import failed: the last one on the way that is not torch."""
+    """The package in which an import failed: the innermost one in the traceback other than torch."""
     frames = traceback.walk_tb(_root(error).__traceback__)
     tops = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame, _ in frames]
     found = [top for top in tops if top not in _NOT_AT_FAULT and top not in sys.stdlib_module_names]
@@ -75,37 +72,50 @@ def culprit(name: str, error: BaseException) -> str:
 
 
 def _root(error: BaseException) -> BaseException:
-    """What was raised first: some packages import their parts late, and wrap what happens then."""
+    """The original error: packages that import their parts lazily wrap it."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def why_not(name: str, error: BaseException) -> str:
-    """Why a package cannot be imported, and what to do about it, in one sentence or two."""
-    if HIDDEN and str(getattr(error, "name", "")).startswith("torchvision"):
-        error = HIDDEN[0]
+    """Explain an import error.
+
+    Args:
+        name: The package that was imported.
+        error: What the import raised.
+
+    Returns:
+        A sentence that names the package at fault, which may be one that `name` imports, and the remedy.
+    """
     at_fault = culprit(name, error)
-    return str(BrokenPackage(at_fault, _version(at_fault), brief(error), [name] if name != at_fault else []))
+    return str(BrokenPackage(at_fault, _version(at_fault), root_cause(error), [name] if name != at_fault else []))
 
 
 def find_spec_safely(name: str) -> bool:
     """Whether a package is installed, without importing it."""
     try:
         return find_spec(name) is not None
-    except (ImportError, ValueError):  # hidden, or half imported
+    except (ImportError, ValueError):  # None in sys.modules, or half imported
         return name in sys.modules
 
 
 def broken_packages(names: Sequence[str] = CHECKED) -> list[BrokenPackage]:
-    """Import each of the packages that are installed, in another process, and tell those that are at fault."""
+    """Import each installed package in a subprocess.
+
+    Args:
+        names: Packages to try; those that are not installed are skipped.
+
+    Returns:
+        The packages at fault, each with the other packages that it breaks.
+    """
     waiting = [name for name in names if find_spec_safely(name)]
     failed: list[dict[str, str]] = []
     while waiting:
         done, ended = _tried(waiting)
         failed += [row for row in done if row["error"]]
         waiting = waiting[len(done) :]
-        if waiting and ended:  # the process died of the import
+        if waiting and ended:  # the import killed the process
             failed.append({"name": waiting[0], "culprit": waiting[0], "error": ended})
             waiting = waiting[1:]
     by_fault: dict[str, list[dict[str, str]]] = {}
@@ -119,7 +129,7 @@ def broken_packages(names: Sequence[str] = CHECKED) -> list[BrokenPackage]:
 
 
 def _tried(names: Sequence[str]) -> tuple[list[dict[str, str]], str]:
-    """What a process said about its imports, and how it ended, if not well."""
+    """Import packages in a subprocess: a row for each, and why the process ended early, if it did."""
     command = [sys.executable, "-m", "contratile.packages", *names]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, errors="replace")
@@ -127,7 +137,7 @@ def _tried(names: Sequence[str]) -> tuple[list[dict[str, str]], str]:
     except subprocess.TimeoutExpired as late:
         raw = late.stdout or b""
         output = raw.decode(errors="replace") if isinstance(raw, bytes) else raw
-        ended = f"no end after {PATIENCE} s"
+        ended = f"still importing after {PATIENCE} s"
     except OSError as error:
         return [{"name": name, "culprit": name, "error": ""} for name in names], str(error)
     rows = [json.loads(line.removeprefix(MARK)) for line in output.splitlines() if line.startswith(MARK)]
@@ -137,8 +147,8 @@ def _tried(names: Sequence[str]) -> tuple[list[dict[str, str]], str]:
 MARK = "contratile package "
 
 
-def brief(error: BaseException) -> str:
-    """The first line of what was raised, of the cause where a package wraps it."""
+def root_cause(error: BaseException) -> str:
+    """The type and the first line of an error, of the original one where a package wraps it."""
     error = _root(error)
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:200].rstrip(": .")
@@ -161,13 +171,13 @@ def _distributions() -> Mapping[str, list[str]]:
 
 
 def _try_imports(names: Sequence[str]) -> None:
-    """In the process that is started for it: a line of JSON for each."""
+    """Runs in the subprocess: prints a line of JSON per package."""
     for name in names:
         row = {"name": name, "culprit": name, "error": ""}
         try:
-            import_module(PARTS.get(name, name))
-        except Exception as error:  # whatever a package raises: that is the finding
-            row |= {"culprit": culprit(name, error), "error": brief(error)}
+            import_module(CORE_MODULES.get(name, name))
+        except Exception as error:  # a broken package raises anything
+            row |= {"culprit": culprit(name, error), "error": root_cause(error)}
         print(f"\n{MARK}{json.dumps(row)}", flush=True)
 
 

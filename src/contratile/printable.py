@@ -1,39 +1,43 @@
-"""Foreign text on its way to a terminal: captions, keys and file names cannot move its cursor or change its title.
+"""Make untrusted text safe to print: captions, keys and file names may contain terminal escape sequences.
 
     print(printable(caption))                       # one line
-    print(printable(str(error), lines=True))        # line breaks stay
+    print(printable(str(error), lines=True))        # keeps line breaks
 
-Text is stripped where it is printed, and stays as it is everywhere else.
+Text is cleaned only where it is printed; files and reports keep it unchanged.
 """
 
 import re
 
 _SEQUENCES = re.compile(
-    # Colours, cursor, screen: CSI.
+    # CSI: colours, cursor, screen.
     r"(?:\x1b\[|\x9b)[0-?]{0,64}[ -/]{0,8}[@-~]?"
-    # Titles, links, the clipboard: OSC, DCS, SOS, PM, APC with their ends. Without an end nothing more is taken: what
-    # follows may be our own words.
+    # OSC, DCS, SOS, PM, APC with their terminators: titles, links, the clipboard. An unterminated one is not matched
+    # here, as our own text may follow it.
     r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c\n]{0,1000}(?:\x07|\x1b\\|\x9c)"
     r"|\x1b[ -/]{0,8}[0-~]?"
 )
 _BREAKS = re.compile(r"[\t\n\v\f\r\x1c-\x1e\x85\u2028\u2029]+")
 _INVISIBLE = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f"
-    r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # they turn the direction of reading
+    r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # change the direction of the text
     r"\u2028\u2029]"
 )
 _SURROGATES = re.compile(r"[\ud800-\udfff]")
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """The text without escape sequences, control characters and marks that turn the direction of reading.
+    """Remove escape sequences, control characters and marks that change the direction of the text.
 
     Args:
-        text: Whatever came from a file.
-        lines: Keep line breaks and tabs; else each run of them becomes a space, so that a text cannot forge a line.
+        text: Text from a file.
+        lines: Keep line breaks and tabs. Otherwise each run of them becomes a space, so that text cannot fake a line.
 
     Returns:
-        What a terminal shows as it is. Bytes that were not UTF-8 are shown as U+FFFD.
+        Text that a terminal shows literally. Undecodable bytes become U+FFFD.
+
+    Example:
+        >>> printable("red\\x1b[2J circle\\nERROR: disk full")
+        'red circle ERROR: disk full'
     """
     text = _SEQUENCES.sub("", text)
     if not lines:

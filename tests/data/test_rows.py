@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from contratile.data import DataConfig, open_source
-from contratile.data.rows import Rows, chosen
+from contratile.data.rows import Subset, chosen
 from contratile.data.sample import Indexed
 from contratile.models.locked import encoding_order
 from tests.data.sources import Numbers
@@ -20,11 +20,11 @@ def test_chosen_rows_are_the_same_and_spread() -> None:
 
 def test_rows_are_a_source(tmp_path: Path) -> None:
     source = Numbers(10)
-    rows = Rows(source, [7, 2])
+    rows = Subset(source, [7, 2])
     assert isinstance(rows, Indexed) and len(rows) == 2 and rows.kinds == source.kinds
     assert [rows[0], rows[1]] == [source[7], source[2]]
     assert list(rows.texts()) == [text for i in (7, 2) for text in source[i][:2]]
-    assert rows.name != Rows(source, [7]).name  # a data position of one is none of the other
+    assert rows.name != Subset(source, [7]).name  # a data position of one is none of the other
 
 
 def table(folder: Path, rows: int) -> DataConfig:

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import contratile as ct
-from contratile.bench.contestants.loss import cure_torchvision
 from contratile.integrations import inf_cl, lightly, open_clip
 from contratile.integrations import pytorch_metric_learning as pml
 from tests.helpers import features, labels_of, randn
 from tests.ranks import pool
+from tests.torchvision_repair import repair_torchvision
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
@@ -32,7 +32,7 @@ N, D = 24, 12
 
 @pytest.fixture(scope="module", autouse=True)
 def _torchvision() -> None:
-    cure_torchvision()
+    repair_torchvision()
 
 
 def leaves(*, scale: float = 14.3, n: int = N, d: int = D) -> list[Tensor]:
@@ -235,7 +235,7 @@ def test_open_clip_trainer(siglip: bool) -> None:
 
 
 def open_clip_trainer_on_ranks(accum_freq: int) -> dict[str, Tensor]:
-    cure_torchvision()
+    repair_torchvision()
     from open_clip import create_loss
 
     world = dist.get_world_size()
@@ -471,7 +471,7 @@ def test_lightly() -> None:
 
 
 def lightly_on_ranks(gather: bool, size: int | tuple[int, int]) -> None:
-    cure_torchvision()
+    repair_torchvision()
     from lightly.loss import NTXentLoss
 
     losses = []

@@ -5,6 +5,7 @@ import math
 import os
 import statistics
 import string
+import warnings
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import contratile as ct
-from contratile.bench.contestants.loss import cure_torchvision, quiet
 from contratile.integrations import sentence_transformers as losses
 from contratile.integrations.sentence_transformers import (
     MultipleNegativesRankingLoss,
@@ -25,6 +25,7 @@ from contratile.integrations.sentence_transformers import (
 )
 from tests.helpers import randn
 from tests.ranks import pool
+from tests.torchvision_repair import repair_torchvision
 
 SYMMETRIC: dict[str, Any] = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
 
@@ -67,8 +68,9 @@ class Words(nn.Module):
 
 @pytest.fixture(scope="module")
 def theirs() -> ModuleType:
-    with quiet():
-        cure_torchvision()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        repair_torchvision()
         from sentence_transformers.sentence_transformer import losses
     return losses
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from PIL import Image
 
-from contratile.bench.contestants.loss import cure_torchvision
 from contratile.data import DataConfig
-from contratile.models.backbones import train_tokenizer
+from contratile.models.tiny import ImageEncoder, Shape, TextEncoder, train_tokenizer
 from contratile.models.towers import TowerConfig, build_towers, save_recipe
+from tests.torchvision_repair import repair_torchvision
 from tests.train.runs import SHAPE, clip_folder, sentence_folder, siglip_folder
 
-cure_torchvision()
+repair_torchvision()
 TEXTS = ["red circle", "a blue square", "green"]
 IMAGES = [Image.new("RGB", (40, 30), colour) for colour in ("red", "blue", "green")]
 
@@ -40,6 +40,69 @@ def test_tiny(tmp_path: Path) -> None:
     again.load_state_dict(towers.state_dict())
     features = [t.right(t.right.prepare(["a red square"])) for t in (towers.eval(), again.eval())]
     torch.testing.assert_close(*features)
+
+
+@pytest.mark.parametrize("width", [32, 100])
+def test_tiny_is_the_clip_of_transformers(width: int) -> None:
+    """The same names, weights from the same seed, features and gradients, to the last bit."""
+    from transformers import (
+        CLIPTextConfig,
+        CLIPTextModelWithProjection,
+        CLIPVisionConfig,
+        CLIPVisionModelWithProjection,
+    )
+
+    shape = Shape(width, 2)
+    options: dict[str, Any] = {
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": 2,
+        "num_attention_heads": shape.heads,
+        "projection_dim": width,
+        "attn_implementation": "sdpa",
+    }
+    ids: dict[str, Any] = {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 0}
+    torch.manual_seed(1)
+    theirs = (
+        CLIPVisionModelWithProjection(CLIPVisionConfig(image_size=16, patch_size=8, **options)),
+        CLIPTextModelWithProjection(CLIPTextConfig(vocab_size=50, max_position_embeddings=9, **ids, **options)),
+    )
+    drawn = torch.rand(1)
+    torch.manual_seed(1)
+    ours = ImageEncoder(shape, edge=16, patch=8), TextEncoder(shape, vocabulary=50, length=9, end=3)
+    assert torch.equal(torch.rand(1), drawn), "as many random numbers are drawn"
+
+    pixels = torch.randn(5, 3, 16, 16)
+    tokens = torch.randint(4, 50, (5, 7))
+    length = torch.tensor([6, 2, 4, 1, 6])
+    mask = torch.arange(7) <= length.unsqueeze(1)
+    tokens = (tokens * mask).scatter(1, length.unsqueeze(1), 3)  # [END], then padding
+    inputs = {"input_ids": tokens, "attention_mask": mask.long()}
+    features = (
+        (theirs[0](pixel_values=pixels).image_embeds, ours[0](pixels)),
+        (theirs[1](**inputs).text_embeds, ours[1](inputs)),
+    )
+    for (expected, found), model, mine in zip(features, theirs, ours, strict=True):
+        assert torch.equal(found, expected)
+        upstream = torch.randn_like(found)
+        expected.backward(upstream)
+        found.backward(upstream)
+        named = dict(mine.model.named_parameters())
+        assert list(named) == [name for name, _ in model.named_parameters()]
+        for name, parameter in model.named_parameters():
+            assert torch.equal(named[name], parameter) and torch.equal(named[name].grad, parameter.grad), name
+
+
+def test_tiny_with_checkpointing_is_the_same() -> None:
+    torch.manual_seed(0)
+    plain = ImageEncoder(Shape(32, 2), edge=16, patch=8)
+    again = ImageEncoder(Shape(32, 2, checkpointing=True), edge=16, patch=8)
+    again.load_state_dict(plain.state_dict())
+    pixels = torch.randn(3, 3, 16, 16)
+    for model in (plain, again):
+        model(pixels).square().sum().backward()
+    for (name, a), b in zip(plain.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), name  # type: ignore[arg-type]
 
 
 def test_a_tokenizer_is_the_same_every_time() -> None:
@@ -163,7 +226,7 @@ def test_something_must_be_left_to_train() -> None:
 
 
 def test_options_without_effect_are_refused() -> None:
-    with pytest.raises(ValueError, match="dim: expected a head that gives so many features, got --head none"):
+    with pytest.raises(ValueError, match="dim: expected a head with that many features, got --head none"):
         TowerConfig(dim=64)
     with pytest.raises(ValueError, match="patch: expected a divisor of 32 pixels, got 7"):
         TowerConfig(patch=7)

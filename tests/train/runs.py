@@ -7,10 +7,11 @@ from typing import Any
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from contratile.models.backbones import hide_broken_torchvision, train_tokenizer
+from contratile.models.tiny import train_tokenizer
 from contratile.report.tracking import history
 from contratile.train import checkpoint
 from contratile.train.config import SECTIONS, TrainConfig, from_dict
+from tests.torchvision_repair import repair_torchvision
 
 COLOURS = ("red", "green", "blue", "black", "orange", "purple", "brown", "gray")
 SHAPES = ("ellipse", "rectangle", "line", "arc")
@@ -52,7 +53,7 @@ SHAPE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden
 
 def clip_folder(folder: Path) -> Path:
     """A small CLIP with tokenizer and image facts, as the hub would have it."""
-    hide_broken_torchvision()
+    repair_torchvision()
     from transformers import CLIPConfig, CLIPModel
 
     tokenizer = _tokenizer(folder)
@@ -66,7 +67,7 @@ def clip_folder(folder: Path) -> Path:
 
 def siglip_folder(folder: Path) -> Path:
     """A small SigLIP with tokenizer; image facts are left to their defaults."""
-    hide_broken_torchvision()
+    repair_torchvision()
     from transformers import SiglipConfig, SiglipModel
 
     vocabulary = _tokenizer(folder).get_vocab_size()
@@ -78,7 +79,7 @@ def siglip_folder(folder: Path) -> Path:
 
 def sentence_folder(folder: Path) -> Path:
     """A small BERT with tokenizer: a text model of transformers, and of sentence-transformers."""
-    hide_broken_torchvision()
+    repair_torchvision()
     from transformers import BertConfig, BertModel
 
     vocabulary = _tokenizer(folder).get_vocab_size()

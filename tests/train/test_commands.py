@@ -12,7 +12,7 @@ from PIL import Image
 from contratile.cli import main
 from contratile.data.catalog import DataConfig, open_source
 from contratile.data.loader import Batch
-from contratile.data.rows import Rows
+from contratile.data.rows import Subset
 from contratile.report.gallery import load_gallery
 from contratile.train.config import TrainConfig, load_config, to_toml
 from contratile.train.evaluate import encode
@@ -216,7 +216,7 @@ def test_a_batch_that_is_larger_than_the_data(tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.parametrize(("pairs", "world", "batch"), [(86, 1, 86), (86, 4, 84), (3, 4, 3), (4096, 4, 4096)])
 def test_a_batch_that_fits_the_data_and_the_processes(pairs: int, world: int, batch: int) -> None:
-    source = Rows(open_source(DataConfig(data="icons"), "train"), range(pairs))  # type: ignore[arg-type]
+    source = Subset(open_source(DataConfig(data="icons"), "train"), range(pairs))  # type: ignore[arg-type]
     assert fitted(TrainConfig(), source, world).run.batch == batch
 
 

@@ -12,12 +12,12 @@ import torch
 
 from contratile.cli import main
 from contratile.data.catalog import open_source
-from contratile.models.backbones import hide_broken_torchvision
 from contratile.models.pretrained import refuse_code
 from contratile.models.towers import TowerConfig, build_towers
 from contratile.train.config import to_toml
 from contratile.train.finish import load_run
 from tests.data.files import shard_members, write_tar
+from tests.torchvision_repair import repair_torchvision
 from tests.train.runs import clip_folder, sentence_folder, shapes, small
 
 
@@ -219,7 +219,7 @@ class Evil:
 
 
 def test_a_pickle_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hide_broken_torchvision()
+    repair_torchvision()
     monkeypatch.chdir(tmp_path)
     folder = clip_folder(tmp_path / "clip")
     (folder / "model.safetensors").unlink()
@@ -231,7 +231,7 @@ def test_a_pickle_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "preprocessor_config.json"])
 def test_a_damaged_model_is_one_line(tmp_path: Path, name: str) -> None:
-    hide_broken_torchvision()
+    repair_torchvision()
     folder = clip_folder(tmp_path / "clip")
     (folder / name).write_text('{"image_mean": [1]')
     with pytest.raises(ValueError, match=r"towers hf:.*clip: expected a model that can be loaded, got "):
@@ -239,7 +239,7 @@ def test_a_damaged_model_is_one_line(tmp_path: Path, name: str) -> None:
 
 
 def test_code_in_a_folder_of_sentence_transformers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hide_broken_torchvision()
+    repair_torchvision()
     monkeypatch.chdir(tmp_path)
     good = sentence_folder(tmp_path / "good")
     refuse_code(good, "towers")

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-TRAIN = ("accelerate", "transformers", "safetensors", "tyro", "rich", "PIL")
+TRAIN = ("accelerate", "tokenizers", "safetensors", "tyro", "rich", "PIL")
 """What `contratile train`, `eval` and `search` import."""
 
 

@@ -15,7 +15,7 @@ from contratile.data import shards, tables
 from contratile.data.columns import LeftKind
 from contratile.data.foreign import refuse_commands
 from contratile.data.loader import BROKEN_LIMIT
-from contratile.data.rows import Rows, chosen
+from contratile.data.rows import Subset, chosen
 from contratile.data.sample import Indexed, Split, Stream
 from contratile.errors import bad_value, check_choice, check_count
 
@@ -97,7 +97,7 @@ def open_source(config: DataConfig, split: Split) -> Indexed | Stream:
             remedy = "Name fewer shards, or set --steps."
             bad_value("limit", expected="data with a length", got=name, remedy=remedy)
         if config.limit < len(source):
-            return Rows(source, chosen(len(source), config.limit))
+            return Subset(source, chosen(len(source), config.limit))
     return source
 
 

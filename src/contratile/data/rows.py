@@ -1,6 +1,6 @@
 """Some rows of an indexed source, in any order: a source again.
 
-Rows(source, chosen(len(source), 1000))      # a thousand pairs, always the same ones
+Subset(source, chosen(len(source), 1000))      # a thousand pairs, always the same ones
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ import torch
 from contratile.data.sample import Broken, Indexed, Kinds, Sample, both_texts, generator
 
 
-class Rows:
+class Subset:
     """The rows of `source` at `places`."""
 
     def __init__(self, source: Indexed, places: Sequence[int]) -> None:

@@ -1,1 +1,1 @@
-"""Encoders by name: towers, their backbones, and kept outputs of locked ones. Needs the extra `train`."""
+"""Encoders by name: towers, their backbones, and cached outputs of locked ones. Needs the extra `train`."""

@@ -1,10 +1,10 @@
-"""Outputs of a locked backbone, computed once over a source and kept for all epochs.
+"""Outputs of a locked backbone, computed once for a whole source and reused in every epoch.
 
-    table = kept_outputs(tower, source, "left", run, of=options, chunk=256, main=True, wait=barrier)
-    table[chunk.index]                # what the backbone would give for a chunk
+    outputs = kept_outputs(tower, source, "left", run, of=options, chunk=256, main=True, wait=barrier)
+    rows_of(outputs, chunk.index, "left", run)       # what the backbone would return for a chunk
 
-They are a file of the run, so a run that goes on does not compute them again. A broken sample has no outputs; training
-leaves it out too.
+They are stored in the run's folder, so that a resumed run does not compute them again. Broken samples have no outputs;
+training skips them too.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch import Tensor
 
 from contratile.data.files import written_whole
 from contratile.data.loader import BROKEN_LIMIT, Loader
-from contratile.data.rows import Rows
+from contratile.data.rows import Subset
 from contratile.data.sample import Broken, Indexed, Source
 from contratile.errors import bad_value
 from contratile.models.towers import Tower
 from contratile.train.evaluate import to_device
 
 CHUNK = 256
-"""Samples at a time, at most: larger ones are no faster where nothing is kept for a backward pass."""
+"""Maximum samples at a time: without a backward pass larger chunks are no faster."""
 
 
 def kept_outputs(
@@ -45,13 +45,23 @@ def kept_outputs(
     notify: Callable[[str], object] = lambda text: None,
     say: Callable[[str], object] = lambda text: None,
 ) -> Tensor | None:
-    """[samples, width] on the CPU. None for a stream, whose samples have no number: they are encoded every time.
+    """Load the outputs of a locked backbone for all samples of a source, computing them first if needed.
 
     Args:
-        of: The options that the outputs depend on: a file of other ones is written anew.
-        broken_limit: Samples that may be broken, by the rule of training. Their rows are NaN: see `rows_of`.
-        notify: Is told how far it is.
-        say: Is told how many samples were left out.
+        tower: The locked tower.
+        source: Its samples.
+        side: "left" or "right": the side that the tower encodes.
+        run: The run's folder, where the outputs are stored.
+        of: Options that the outputs depend on. A file that was written with others is replaced.
+        chunk: Samples to encode at a time.
+        main: Whether this is the main process, which computes and writes them.
+        wait: A barrier for all processes.
+        broken_limit: How many samples may be broken, as in training. Their rows are NaN; see `rows_of`.
+        notify: Called with progress messages.
+        say: Called with a message if samples were left out.
+
+    Returns:
+        A tensor [samples, width] on the CPU; None for a stream, whose samples have no index and are encoded every time.
     """
     if not isinstance(source, Indexed):
         return None
@@ -70,10 +80,14 @@ def kept_outputs(
 
 
 def rows_of(outputs: Tensor, index: Tensor, side: str, run: Path) -> Tensor:
-    """The kept outputs of samples. One that was broken then and is not now has none: nothing may stand in for it."""
+    """The stored outputs of the samples at `index`.
+
+    Raises:
+        ValueError: One of them was broken when the outputs were computed, and can be read now.
+    """
     found = outputs[index]
     if bool(found[:, :1].isnan().any()):
-        remedy = f"A sample that was broken when they were computed is not any more: delete {_path(run, side)}."
+        remedy = f"A sample that was broken when they were computed can be read now: delete {_path(run, side)}."
         bad_value(f"kept {side} features", expected="those of every sample of the chunk", got="NaN", remedy=remedy)
     return found
 
@@ -90,7 +104,7 @@ def _encode(
     outputs: Tensor | None = None
     prepare = (tower.prepare, _Nothing()) if side == "left" else (_Nothing(), tower.prepare)
     order, done = encoding_order(source, side), 0
-    for part in Loader.ordered(Rows(source, order), prepare, **options):
+    for part in Loader.ordered(Subset(source, order), prepare, **options):
         inputs = part.left if side == "left" else part.right
         found = tower.backbone(to_device(inputs, device)).float().cpu()
         if outputs is None:
@@ -105,7 +119,7 @@ def _encode(
 
 
 def encoding_order(source: Indexed, side: str) -> list[int]:
-    """Short texts first, so that a chunk is not padded to the longest of all; others as they come."""
+    """Texts by length, so that chunks need little padding; images in the source's order."""
     order = list(range(len(source)))
     if source.kinds == ("text", "text"):
         order.sort(key=lambda row: _length(source, row, side))
@@ -120,9 +134,9 @@ def _length(source: Indexed, row: int, side: str) -> int:
 
 
 class _Nothing:
-    """The `prepare` of the side that is not encoded. Its pictures are not held at their full size either."""
+    """The `prepare` of the side that is not encoded."""
 
-    edge = 1
+    edge = 1  # the loader shrinks its images to one pixel, so that they take no memory
 
     def __call__(self, samples: list[object]) -> None:
         return None

@@ -1,9 +1,9 @@
-"""Models from folders and from the hub, with distrust: their weights and settings are read, their code is not run.
+"""Load models from folders and from the hub safely: weights and settings are read, code in them is never run.
 
     with pretrained("hf", name):
         AutoModel.from_pretrained(name, trust_remote_code=False)
 
-Whatever a package raises about a model's files becomes one line.
+Whatever a package raises about a model's files becomes a ValueError of one line.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from contratile.data.hub_names import absent, found_at_hub
 from contratile.errors import bad_value
 
 OWN = ("sentence_transformers.", "torch.nn.")
-"""Packages whose classes a sentence-transformers folder may name."""
+"""Prefixes of classes that the settings of a sentence-transformers model may name."""
 
 LARGE = 1 << 20
-"""Bytes of a JSON file that are no settings any more, but a vocabulary."""
+"""JSON files above this size hold a vocabulary, not settings."""
 
 
 @contextmanager
 def pretrained(maker: str, name: str) -> Iterator[None]:
-    """Around the loading of a model named `maker:name`: one line for a model that is not there, or cannot be read.
+    """Wrap the loading of the model `maker:name`, so that failures become one line.
 
     Raises:
-        ValueError: The model cannot be loaded.
+        ValueError: The model does not exist or cannot be loaded.
     """
     what = f"towers {maker}:{name}"
     with found_at_hub(name, what) as folder:
@@ -42,29 +42,34 @@ def pretrained(maker: str, name: str) -> Iterator[None]:
 
 @contextmanager
 def readable(what: str, *, missing: str = "") -> Iterator[None]:
-    """One line for whatever is raised about a model's files; `missing` is a name that no folder here has."""
+    """Turn whatever is raised inside into a ValueError of one line.
+
+    Args:
+        what: Names the model in the message.
+        missing: The model's name if no local folder has it, so that it must come from the hub.
+    """
     try:
         yield
     except MemoryError:
         raise
-    except Exception as error:  # packages raise their own, the network's, and those of every file format
+    except Exception as error:  # packages raise errors of their own, of the network and of every file format
         try:
             if _is_pickle(error):
-                remedy = "A pickle can run code. Ask its author for safetensors, or convert it where you trust it."
+                remedy = "Pickles can run code. Ask the author for safetensors, or convert it yourself if you trust it."
                 bad_value(what, expected="weights", got="a pickle that holds more than weights", remedy=remedy)
             if missing and isinstance(error, OSError):
                 remedy = "Check the name, the path and the network."
                 bad_value(what, expected="a folder or a model of the hub", got=absent(missing), remedy=remedy)
             remedy = "Check its name and files; CONTRATILE_DEBUG=1 shows where it failed."
-            bad_value(what, expected="a model that can be loaded", got=brief(error), remedy=remedy)
+            bad_value(what, expected="a model that can be loaded", got=first_line(error), remedy=remedy)
         except ValueError as told:
             raise told from error
 
 
 def refuse_code(folder: Path, what: str) -> None:
-    """Refuse a folder of sentence-transformers that brings code or names foreign classes.
+    """Raise a ValueError if a sentence-transformers folder contains code or names classes of other packages.
 
-    Versions before 6 import what modules.json names, and run the Python files in a local folder, unasked.
+    sentence-transformers before 6 imports whatever modules.json names and runs Python files of a local folder.
     """
     for path in sorted(folder.rglob("*")):
         if path.suffix == ".py":
@@ -79,7 +84,7 @@ def refuse_code(folder: Path, what: str) -> None:
         try:
             settings = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
-            continue  # the package will tell about it, if it reads it
+            continue  # if the package reads it, it raises
         for key, value in _pairs(settings):
             where = path.relative_to(folder)
             if key == "auto_map":
@@ -87,7 +92,7 @@ def refuse_code(folder: Path, what: str) -> None:
             if path.name == "modules.json" and key == "path" and _leads_out(str(value)):
                 _refuse(what, f"the path {value!r} in {where}")
             if path.name == "tokenizer.json":
-                continue  # its types are those of the tokenizers package
+                continue  # its "type" fields name types of the tokenizers package
             for name in map(str, value.values() if key == "types" and isinstance(value, dict) else [value]):
                 dotted = key in ("type", "types", "tokenizer_class") and "." in name
                 if (dotted or key == "activation_function") and not name.startswith(OWN):
@@ -99,12 +104,12 @@ def _leads_out(path: str) -> bool:
 
 
 def _refuse(what: str, got: str) -> None:
-    remedy = "Code in a model's folder is not run. Load it in Python if you trust it, and train with the losses."
+    remedy = "Contratile runs no code from a model's folder. If you trust it, load it in Python and use the losses."
     bad_value(what, expected="weights and settings only", got=got, remedy=remedy)
 
 
 def _pairs(settings: Any) -> Iterator[tuple[str, Any]]:
-    """Keys and values, of every depth."""
+    """All keys and values, nested ones included."""
     if isinstance(settings, dict):
         for key, value in settings.items():
             yield str(key), value
@@ -122,7 +127,7 @@ def _is_pickle(error: BaseException | None) -> bool:
     return False
 
 
-def brief(error: BaseException) -> str:
-    """The first line of what was raised."""
+def first_line(error: BaseException) -> str:
+    """The type and the first line of an error."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:300].rstrip(": .")

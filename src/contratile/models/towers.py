@@ -1,14 +1,17 @@
 """The two encoders of a training run, by name.
 
-    towers = build_towers("tiny", texts=captions)                    # a small CLIP, from scratch
-    towers = build_towers("hf:openai/clip-vit-base-patch32")         # CLIP, SigLIP; or hf:<vision model>+<text model>
-    towers = build_towers("open_clip:ViT-B-32:laion2b_s34b_b79k")
-    towers = build_towers("st:sentence-transformers/all-MiniLM-L6-v2")   # text and text, one encoder for both
+    towers = build_towers(TowerConfig(towers="tiny"), texts=captions)
     towers.left(towers.left.prepare(images))                         # unit features [n, D]
 
-A tower is a backbone from transformers, open_clip or sentence-transformers, a head that is nothing unless asked for,
-and `prepare`, which turns raw samples into the backbone's inputs. What is needed to build it again without its weights
-goes into a folder: JSON and tokenizer files, no pickles.
+Names of towers:
+
+    tiny                                          a small CLIP trained from scratch, with its own tokenizer
+    hf:openai/clip-vit-base-patch32               CLIP or SigLIP of transformers; or hf:<vision model>+<text model>
+    open_clip:ViT-B-32:laion2b_s34b_b79k          a model of open_clip, with pretrained weights or without
+    st:sentence-transformers/all-MiniLM-L6-v2     pairs of texts: one encoder for both sides
+
+A tower is a backbone, an optional head, and `prepare`, which turns raw samples into the backbone's inputs. Beside the
+weights, a run's folder holds what is needed to build the towers again: JSON and tokenizer files, no pickles.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ from torch.nn import functional as F
 
 from contratile.data.sample import Kind
 from contratile.errors import bad_value, check_choice, check_count
-from contratile.models.backbones import MAKERS, Part, Words
+from contratile.models.backbones import MAKERS
+from contratile.models.base import Backbone
+from contratile.models.tiny import WordTokenizer
 
 Lock = Literal["none", "image", "text", "left", "right", "both"]
 Head = Literal["none", "linear", "mlp", "residual"]
@@ -34,46 +39,46 @@ Head = Literal["none", "linear", "mlp", "residual"]
 
 @dataclass(frozen=True, kw_only=True)
 class TowerConfig:
-    """The encoders."""
+    """Which encoders to train, and how they start."""
 
     towers: str = "tiny"
     """tiny | hf:<model or folder> | hf:<vision>+<text> | open_clip:<model>[:pretrained] | st:<model or folder>"""
 
     lock: Lock = "none"
-    """The side whose backbone stays as it is (LiT: image, which is left). Its outputs are computed once and kept."""
+    """Side whose backbone is frozen (LiT: image, the left side). Its outputs are computed once and cached."""
 
     head: Head = "none"
-    """Trainable layers on top of each backbone; residual: added to its features, at the start nothing is."""
+    """Trainable layers on top of each backbone; residual adds to the backbone's features, initially zero."""
 
     dim: int = 0
-    """Features that a head gives; 0: as many as the backbone."""
+    """Output features of the head; 0: as many as the backbone has."""
 
     width: int = 128
-    """Of tiny: size of its hidden states."""
+    """tiny: size of the hidden states."""
 
     depth: int = 3
-    """Of tiny: layers of each encoder."""
+    """tiny: layers of each encoder."""
 
     patch: int = 8
-    """Of tiny: edge of an image patch."""
+    """tiny: edge of an image patch in pixels."""
 
     pixels: int = 0
-    """Edge of the images that go in; 0: what the model was made for (tiny: 32)."""
+    """Edge of the input images in pixels; 0: what the model was trained with (tiny: 32)."""
 
     words: int = 16
-    """Of tiny: tokens of a text at most."""
+    """tiny: maximum number of tokens per text."""
 
     vocabulary: int = 4096
-    """Of tiny: tokens that its tokenizer learns at most."""
+    """tiny: maximum size of the tokenizer's vocabulary."""
 
     init_scale: float = 1 / 0.07
-    """Factor on the cosines at the start."""
+    """Initial scale of the cosines, the inverse temperature."""
 
     init_bias: float = -10.0
-    """Added to the scores at the start, where the loss has a bias (siglip)."""
+    """Initial bias of the scores, for a loss that has one (siglip)."""
 
     checkpointing: bool = False
-    """Recompute activations inside the encoders: less memory for large chunks, one more forward pass."""
+    """Recompute activations in the backward pass: less memory per chunk, one more forward pass."""
 
     compile: bool = False
     """Run the encoders through torch.compile."""
@@ -93,41 +98,42 @@ class TowerConfig:
             "dim": 0,
         }.items():
             check_count(field, getattr(self, field), least=least)
-        # What has no effect is refused, not ignored.
+        # Options without effect are errors, not ignored.
         if self.dim and self.head == "none":
-            bad_value(
-                "dim", expected="a head that gives so many features", got="--head none", remedy="Pass --head linear."
-            )
+            bad_value("dim", expected="a head with that many features", got="--head none", remedy="Pass --head linear.")
         if maker == "tiny" and (self.pixels or 32) % self.patch:
-            remedy = "Patches cover an image without a rest."
+            remedy = "Patches must cover the image exactly."
             bad_value("patch", expected=f"a divisor of {self.pixels or 32} pixels", got=self.patch, remedy=remedy)
         for field in ("lock", "head"):
             check_choice(field, getattr(self, field), get_args({"lock": Lock, "head": Head}[field]))
         if not self.init_scale >= 1:
-            remedy = "It is the inverse of the temperature: 14.3 for 0.07."
+            remedy = "It is the inverse temperature: 14.3 for a temperature of 0.07."
             bad_value("init_scale", expected="at least 1", got=self.init_scale, remedy=remedy)
 
 
 class Tower(nn.Module):
-    """backbone, head, unit length."""
+    """An encoder with features of unit length: backbone, head, normalisation.
 
-    def __init__(self, part: Part) -> None:
+    Attributes:
+        prepare: Turns raw images or texts into the backbone's inputs.
+        width: Number of features.
+        kind: "image" or "text".
+        locked: Whether the backbone is frozen.
+    """
+
+    def __init__(self, backbone: Backbone) -> None:
         super().__init__()
-        self.backbone, self.width, self.kind, self.prepare = part
+        self.backbone, self.width, self.kind, self.prepare = backbone
         self.head: nn.Module = nn.Identity()
         self.locked = False
         self.pretrained = False
-        """Whether the backbone came with weights that were trained before."""
+        """Whether the backbone's weights are pretrained."""
 
     def forward(self, inputs: Any) -> Tensor:
-        return self.finish(self.backbone(inputs))
-
-    def finish(self, hidden: Tensor) -> Tensor:
-        """From the backbone's outputs to features."""
-        return F.normalize(self.head(hidden), dim=-1)
+        return F.normalize(self.head(self.backbone(inputs)), dim=-1)
 
     def lock(self) -> None:
-        """Keep the backbone as it is, in evaluation mode whatever the mode of the rest."""
+        """Freeze the backbone: no gradients, and evaluation mode whatever the mode of the head."""
         self.locked = True
         self.backbone.requires_grad_(False)
         self.train(self.training)
@@ -139,6 +145,7 @@ class Tower(nn.Module):
         return self
 
     def add_head(self, kind: Head, width: int) -> None:
+        """Put a head with `width` features on the backbone."""
         if kind == "linear":
             self.head = nn.Linear(self.width, width, bias=False)
         elif kind == "mlp":
@@ -147,12 +154,12 @@ class Tower(nn.Module):
             if width != self.width:
                 remedy = "Drop --dim, or use --head mlp."
                 bad_value("dim", expected=f"the backbone's {self.width} with --head residual", got=width, remedy=remedy)
-            self.head = Residual(width)
+            self.head = ResidualHead(width)
         self.width = width
 
 
-class Residual(nn.Module):
-    """x + mlp(x), where the mlp gives zeros before training: it starts from what the backbone can do."""
+class ResidualHead(nn.Module):
+    """x + mlp(x). The last layer is zero-initialised, so training starts from the backbone's own features."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -166,8 +173,8 @@ class Residual(nn.Module):
         return x + self.mlp(x)  # type: ignore[no-any-return]  # torch leaves modules' calls unannotated
 
 
-class Finish(nn.Module):
-    """The part of a locked tower that is left to train, on kept outputs of its backbone."""
+class LockedTowerHead(nn.Module):
+    """The trainable part of a locked tower: maps cached outputs of its backbone to features of unit length."""
 
     def __init__(self, tower: Tower) -> None:
         super().__init__()
@@ -178,7 +185,14 @@ class Finish(nn.Module):
 
 
 class Towers(nn.Module):
-    """A pair of encoders, a learned scale and, if asked for, a learned bias."""
+    """Two towers, a learned scale and optionally a learned bias.
+
+    Attributes:
+        left: Tower of the images or first texts.
+        right: Tower of the captions or second texts; the same object as `left` if they share an encoder.
+        log_scale: Logarithm of the scale of the cosines.
+        bias: Added to the scores, or None.
+    """
 
     def __init__(self, left: Tower, right: Tower, config: TowerConfig, *, bias: bool) -> None:
         super().__init__()
@@ -194,7 +208,26 @@ class Towers(nn.Module):
 def build_towers(
     config: TowerConfig, *, texts: Iterable[str] = (), folder: Path | None = None, bias: bool = False
 ) -> Towers:
-    """Towers by name. `texts` are what a tokenizer is trained on, if one is; `folder` holds one trained before."""
+    """Build the towers that a configuration names.
+
+    Args:
+        config: Which towers, and their options.
+        texts: Captions on which `tiny` trains its tokenizer.
+        folder: A run's folder: a tokenizer saved there by `save_recipe` is used instead of training one.
+        bias: Add a learned bias, for SigLIP's loss.
+
+    Returns:
+        Towers on the CPU, in training mode.
+
+    Raises:
+        ValueError: The model cannot be loaded, or the options leave nothing to train.
+        ImportError: The package that the towers come from is missing or broken.
+
+    Example:
+        >>> towers = build_towers(TowerConfig(width=32, depth=1), texts=["a red circle", "a blue square"])
+        >>> towers.right(towers.right.prepare(["a blue circle"])).shape
+        torch.Size([1, 32])
+    """
     maker, _, name = config.towers.partition(":")
     parts = MAKERS[maker](name, config, texts, folder)
     left = Tower(parts[0])
@@ -218,7 +251,7 @@ def build_towers(
 
 
 def save_recipe(towers: Towers, folder: Path) -> None:
-    """What `build_towers` needs beside weights: tokenizer files."""
+    """Write what `build_towers` needs besides weights: the trained tokenizer, if there is one."""
     for tower in (towers.left, towers.right):
         save = getattr(tower.prepare, "save", None)
         if save is not None:
@@ -226,13 +259,16 @@ def save_recipe(towers: Towers, folder: Path) -> None:
 
 
 def recipe_checksums(folder: Path) -> dict[str, str]:
-    """What a checkpoint remembers of the files that `save_recipe` wrote: weights mean nothing with other tokens."""
-    path = folder / Words.FILE
+    """Checksums of the files that `save_recipe` wrote; checkpoints store them, as weights belong to one tokenizer."""
+    path = folder / WordTokenizer.FILE
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()} if path.is_file() else {}
 
 
 def check_recipe(facts: Any, folder: Path) -> None:
-    """Refuse tokenizer files that are not those the checkpoint was written with. Earlier versions remembered none."""
+    """Raise a ValueError if the tokenizer is not the one that the checkpoint was written with.
+
+    Checkpoints of early versions hold no checksums and pass.
+    """
     if not isinstance(facts, dict) or not isinstance(facts.get("step"), int):
         remedy = "Take another checkpoint (--weights), or another copy of the run."
         bad_value(f"checkpoint of {folder}", expected="facts with a step", got=repr(facts)[:60], remedy=remedy)
@@ -240,15 +276,15 @@ def check_recipe(facts: Any, folder: Path) -> None:
     for name, checksum in known.items() if isinstance(known, dict) else ():
         if now.get(str(name)) != checksum:
             got = "another one" if str(name) in now else "none"
-            remedy = "Restore it from a copy of the run: with another one the weights mean nothing."
-            bad_value(f"{folder / str(name)}", expected="the file that the run has written", got=got, remedy=remedy)
+            remedy = "Restore it from a copy of the run: the weights are useless with another one."
+            bad_value(f"{folder / str(name)}", expected="the file that the run wrote", got=got, remedy=remedy)
 
 
 def load_weights(towers: Towers, state: Mapping[str, Any], folder: Path) -> None:
-    """Put the weights of a checkpoint into towers that were built by its configuration."""
+    """Load a checkpoint's weights into towers that were built from its configuration."""
     try:
         towers.load_state_dict(state["model"])
-    except (KeyError, TypeError, AttributeError, RuntimeError) as error:  # parts that are missing, or of another shape
+    except (KeyError, TypeError, AttributeError, RuntimeError) as error:  # missing parts or other shapes
         got = " ".join(str(error).split())[:200]
         remedy = "The run's config.toml and its checkpoints do not belong together; restore both from one copy."
         bad_value(f"checkpoint {folder}", expected="weights of the run's towers", got=got, remedy=remedy)

@@ -30,7 +30,7 @@ from contratile.grad_cache import GradCache
 from contratile.losses.normalized import warn_not_normalized
 from contratile.models.locked import kept_outputs, rows_of
 from contratile.models.towers import (
-    Finish,
+    LockedTowerHead,
     Tower,
     Towers,
     build_towers,
@@ -342,7 +342,7 @@ class Trainer:
 
         def wrap(tower: Tower) -> nn.Module:
             if id(tower) not in wrapped:
-                module: nn.Module = Finish(tower) if tower.locked and self._keeps(tower) else tower
+                module: nn.Module = LockedTowerHead(tower) if tower.locked and self._keeps(tower) else tower
                 shards = self.sharded and module is tower  # a head is small: it stays whole
                 if shards:
                     shard(tower, self.accelerator.device)
