@@ -26,7 +26,7 @@ def repair_torchvision() -> Any:
     try:
         return import_module("torchvision")
     except RuntimeError:
-        library: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+        library: Any = torch.library.Library("torchvision", "FRAGMENT")
         for operator in ("nms", "qnms"):
             if not hasattr(torch.ops.torchvision, operator):
                 library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -123,7 +123,7 @@ def transform_under_way(tensors: Iterable[object]) -> str | None:
 
 
 def check_transform(call: str, backend: str, tensors: Iterable[object]) -> None:
-    """Raise a RuntimeError under transforms that the backend does not support: tiled losses support `backward()` only."""
+    """Raise a RuntimeError under transforms that a backend does not support: tiled losses support only `backward()`."""
     found = transform_under_way(tensors)
     if found is None:
         return

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import contratile as ct
-from contratile.grad_cache.chunks import Rows
+from contratile.grad_cache.chunks import RowBuffer
 from contratile.grad_cache.replay import RandomState
 from tests.grad_cache.towers import ROUNDING, Normed, Tower, gap, gradients, ids_of, oracle, padded, twins
 
@@ -589,7 +589,7 @@ WRONG: list[tuple[type[Exception], str, dict[str, Any], tuple[Any, ...]]] = [
     (ValueError, "input: expected at least one chunk, got an empty iterator", TWO, (iter(()),)),
     (ValueError, "input 0: expected at least one row, got 0", {}, (PAIR[0][:0], PAIR[1])),
     (ValueError, "inputs: expected one for each of 2 encoders, got 1", TWO, (PAIR[0],)),
-    (ValueError, "inputs: expected tensors that want no gradient", {"encoders": nn.Linear(3, 3)}, (WANTING, WANTING)),
+    (ValueError, "inputs: expected tensors without requires_grad", {"encoders": nn.Linear(3, 3)}, (WANTING, WANTING)),
     (TypeError, "input 0: expected a tensor, a tuple.* got list. Pass a list as tuple", {}, ([PAIR[0]], PAIR[1])),
     (TypeError, "input: expected tuples of 2.* got Tensor", TWO, (iter(PAIR),)),
     (TypeError, "input 0: expected tensors with a row per example, got dict", {}, ({"a": 1}, PAIR[1])),
@@ -614,7 +614,7 @@ def test_errors(kind: type[Exception], text: str, options: dict[str, Any], input
 def test_rows_grow() -> None:
     parts = [torch.randn(n, 3) for n in (2, 1, 7, 4)]
     for total in (14, None):
-        rows = Rows(total)
+        rows = RowBuffer(total)
         for part in parts:
             rows.append(part)
         assert torch.equal(rows.gathered(), torch.cat(parts))

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import contratile as ct
 from contratile.grad_cache.auto import Trial, largest_chunk
-from contratile.grad_cache.encoded import Side
-from contratile.grad_cache.offload import DiskShelf, HostShelf
+from contratile.grad_cache.encoded import EncoderSide
+from contratile.grad_cache.offload import DiskStore, HostStore
 from tests.grad_cache.test_cache import PAIR, clip
 from tests.grad_cache.towers import Normed, Tower, gap, gradients, ids_of, padded, twins
 
@@ -52,7 +52,7 @@ def test_offload_changes_nothing(options: dict[str, Any], iterator: bool, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", [HostShelf, lambda: DiskShelf(None)], ids=["host", "disk"])
+@pytest.mark.parametrize("kind", [HostStore, lambda: DiskStore(None)], ids=["host", "disk"])
 def test_shelves_return_what_was_put(kind: Any) -> None:
     nest = {
         "bytes": torch.randint(0, 255, (3, 5), dtype=torch.uint8),
@@ -61,9 +61,9 @@ def test_shelves_return_what_was_put(kind: Any) -> None:
         "scalar": torch.tensor(3.5, dtype=torch.float64),
         "empty": torch.empty(0, 7),
     }
-    with kind() as shelf:
-        slots = [shelf.put(nest), shelf.put(torch.arange(1000)), shelf.put(nest)]
-        got = list(shelf.fetch(slots, shelf.get))
+    with kind() as store:
+        slots = [store.put(nest), store.put(torch.arange(1000)), store.put(nest)]
+        got = list(store.fetch(slots, store.get))
     torch.testing.assert_close(got, [nest, torch.arange(1000), nest], rtol=0, atol=0)
     assert got[0]["half"][0].dtype == torch.bfloat16 and got[0]["flags"].dtype == torch.bool
 
@@ -76,7 +76,7 @@ def test_chunks_are_read_one_ahead() -> None:
         loaded.append(x)
         return x
 
-    for index in HostShelf().fetch(range(5), load):
+    for index in HostStore().fetch(range(5), load):
         deadline = time.monotonic() + 100
         while len(loaded) < min(5, index + 2) and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -85,14 +85,14 @@ def test_chunks_are_read_one_ahead() -> None:
 
 
 def test_what_a_full_disk_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full(DiskShelf):
+    class Full(DiskStore):
         def __init__(self) -> None:
             self.file, self.end = open("/dev/full", "wb", buffering=0), 0  # noqa: PTH123
 
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
-    with pytest.raises(OSError, match="No space left"), Full() as shelf:
-        shelf.put(torch.ones(3))
+    with pytest.raises(OSError, match="No space left"), Full() as store:
+        store.put(torch.ones(3))
 
 
 class Looking(Tower):
@@ -254,7 +254,7 @@ def test_trials_leave_no_trace() -> None:
     encoder.tower.out.weight.grad = torch.ones(16, 16)
     before = {name: x.clone() for name, x in encoder.state_dict().items()}
     state = torch.get_rng_state()
-    side = Side(0, encoder, None, encoder, [], 23)
+    side = EncoderSide(0, encoder, None, encoder, [], 23)
     assert Trial(side, PAIR[0]).cost(23) >= 0
     assert torch.equal(torch.get_rng_state(), state) and encoder.tower.out.weight.grad.eq(1).all()
     assert encoder.tower.out.bias.grad is None
@@ -277,8 +277,8 @@ def test_an_accelerator_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
     encoder = Tower(1)
     monkeypatch.setattr(torch, "get_device_module", lambda device: Device())
-    monkeypatch.setattr(Side, "device", torch.device("cuda"))
-    trial = Fake(Side(0, encoder, None, encoder, [], 100), ids_of(100, 1))
+    monkeypatch.setattr(EncoderSide, "device", torch.device("cuda"))
+    trial = Fake(EncoderSide(0, encoder, None, encoder, [], 100), ids_of(100, 1))
     assert 18 <= largest_chunk(trial.cost, most=100, limit=trial.limit(None)) <= 20
     assert len(emptied) > 5
 

@@ -87,10 +87,10 @@ def test_tiny_is_the_clip_of_transformers(width: int) -> None:
         upstream = torch.randn_like(found)
         expected.backward(upstream)
         found.backward(upstream)
-        named = dict(mine.model.named_parameters())
+        named: dict[str, Any] = dict(mine.model.named_parameters())  # type: ignore[union-attr]
         assert list(named) == [name for name, _ in model.named_parameters()]
         for name, parameter in model.named_parameters():
-            assert torch.equal(named[name], parameter) and torch.equal(named[name].grad, parameter.grad), name
+            assert torch.equal(named[name], parameter) and torch.equal(named[name].grad, parameter.grad), name  # type: ignore[arg-type]
 
 
 def test_tiny_with_checkpointing_is_the_same() -> None:

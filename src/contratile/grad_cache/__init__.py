@@ -1,3 +1,3 @@
-"""Huge batches through real encoders, in the memory of one chunk."""
+"""Gradient caching: train encoders on huge batches in the memory of one chunk."""
 
 from contratile.grad_cache.cache import GradCache as GradCache

@@ -1,9 +1,8 @@
-"""The largest chunk that fits, found by trying: from 8 rows sizes double while they fit, then the gap is halved.
+"""Find the largest chunk that fits into memory by trial: sizes double from 8 rows on, then bisection.
 
     size = largest_chunk(cost, most=4096, limit=1 << 30)        # cost(rows) -> bytes, or inf if it did not fit
 
-A size that must be expected to exceed the limit, on the line through what was measured, is not tried: on a CPU it could
-take the process down.
+A size is not tried if a linear extrapolation of earlier trials exceeds the limit: on a CPU the process could be killed.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from dataclasses import dataclass
 import torch
 
 from contratile.errors import bad_value
-from contratile.grad_cache.chunks import Nest, first_rows, map_tensors, tensors_of
-from contratile.grad_cache.encoded import Side
-from contratile.grad_cache.replay import RandomState, copy_buffers, devices_of, put_back
+from contratile.grad_cache.chunks import Nest, map_tensors, slice_rows, tensors_of
+from contratile.grad_cache.encoded import EncoderSide
+from contratile.grad_cache.replay import RandomState, copy_buffers, devices_of, restore_buffers
 from contratile.grad_cache.wrappers import unsynchronised
 from contratile.host_memory import available_bytes, peak_growth
 
 START = 8
-"""Rows of the first trial: batch norms cannot train on one."""
+"""Rows of the first trial. More than one, which batch norm cannot train on."""
 FINE = 8
-"""The search ends when the sizes that fit and do not fit are closer than this part of them."""
+"""The search ends when the gap between sizes that fit and sizes that do not is below 1/FINE of the size."""
 
 
 def largest_chunk(cost: Callable[[int], float], *, most: int, limit: float) -> int:
-    """The largest number of rows up to `most` whose cost stays within the limit, to an eighth."""
+    """The largest number of rows, up to `most`, whose cost is within the limit; accurate to an eighth."""
     tried: list[tuple[int, float]] = []
 
     def fits(size: int) -> bool:
@@ -51,7 +50,7 @@ def largest_chunk(cost: Callable[[int], float], *, most: int, limit: float) -> i
 
 
 def _expected(tried: list[tuple[int, float]], size: int) -> float:
-    """What a size will cost if costs grow as they did from the smallest to the largest that was tried."""
+    """Extrapolated cost of a size, linear through the smallest and the largest trial; 0 before two trials."""
     known = sorted((n, bytes_) for n, bytes_ in tried if math.isfinite(bytes_))
     if len(known) < 2:
         return 0.0
@@ -65,18 +64,18 @@ def _told(tried: list[tuple[int, float]]) -> str:
 
 @dataclass
 class Trial:
-    """Forward and backward of some rows, of which nothing remains: no gradient, no random number, no buffer."""
+    """Forward and backward of some rows, without side effects on gradients, random state or buffers."""
 
-    side: Side
+    side: EncoderSide
     block: Nest
 
     def cost(self, size: int) -> float:
-        """On the CPU the peak of resident memory; on an accelerator 0, or inf if there is no room."""
+        """Peak memory in bytes on the CPU; on an accelerator 0 if the chunk fits, else inf."""
         if self.side.device.type == "cpu":
             growth = peak_growth(lambda: self._run(size))
             if growth is None:
                 remedy = "Pass a number of rows."
-                bad_value("chunk_size", expected="'auto' on Linux only", got="another system", remedy=remedy)
+                bad_value("chunk_size", expected="a number: 'auto' on a CPU needs Linux", got="'auto'", remedy=remedy)
             return growth
         try:
             self._run(size)
@@ -88,12 +87,12 @@ class Trial:
             torch.get_device_module(self.side.device).empty_cache()
 
     def limit(self, given: int | None) -> float:
-        """Bytes; by default half of what is available."""
+        """The limit in bytes; by default half of the available memory."""
         return available_bytes() / 2 if given is None else given
 
     def _run(self, size: int) -> None:
         owner, device = self.side.owner, self.side.device
-        chunk = map_tensors(lambda x: x.to(device), first_rows(self.block, size))
+        chunk = map_tensors(lambda x: x.to(device), slice_rows(self.block, 0, size))
         kept = [(p, p.grad) for p in owner.parameters()]
         state = RandomState.now(devices_of([*owner.parameters(), *tensors_of(chunk)]))
         buffers = copy_buffers([owner])
@@ -108,4 +107,4 @@ class Trial:
             for p, grad in kept:
                 p.grad = grad
             state.restore()
-            put_back(buffers)
+            restore_buffers(buffers)

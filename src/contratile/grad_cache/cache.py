@@ -1,12 +1,10 @@
-"""Huge batches through real encoders in the memory of one chunk: gradient caching.
+"""Gradient caching: train encoders on huge batches in the memory of one chunk.
 
     cache = GradCache((image_encoder, text_encoder), ct.ClipLoss(), chunk_size=64)
-    loss = cache.step(images, texts, logit_scale=log_scale.exp())       # fills .grad, log_scale's too
-    optimiser.step()
+    loss = cache.step(images, texts, logit_scale=log_scale.exp())       # fills .grad, also that of log_scale
+    optimizer.step()
 
-A step has three phases: encode all chunks without gradient; the loss of all features, and its gradients; encode each
-chunk again, with gradient, and push the gradient of its features through. For loops of one's own they are `encode`,
-`loss_and_grads` and `backward`.
+The method is that of Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (2021).
 """
 
 from __future__ import annotations
@@ -19,40 +17,67 @@ import torch
 from torch import Tensor
 
 from contratile.errors import bad_value, check_choice
-from contratile.grad_cache.chunks import Encoder, Nest, rows_of, tensors_of
-from contratile.grad_cache.encoded import Encoded, Gradients, Record, Side
+from contratile.grad_cache.chunks import Encoder, Nest, count_rows, tensors_of
+from contratile.grad_cache.encoded import ChunkRecord, Encoded, EncoderSide, OutputGrads
 from contratile.grad_cache.feed import ChunkSize, Feed
 from contratile.grad_cache.loss import LossCall
-from contratile.grad_cache.offload import OFFLOADS, Offload, make_shelf
+from contratile.grad_cache.offload import OFFLOADS, Offload, make_store
 from contratile.grad_cache.progress import Progress, RichBar, silent
-from contratile.grad_cache.replay import Autocast, RandomState, copy_buffers, devices_of, put_back
+from contratile.grad_cache.replay import Autocast, RandomState, copy_buffers, devices_of, restore_buffers
 from contratile.grad_cache.wrappers import unsynchronised
 from contratile.ring.team import Group, Team
 
 
 class GradCache:
-    """Encoders and a loss, for batches whose activations do not fit into memory. A step replaces
+    """Trains encoders with a loss over batches whose activations do not fit into memory.
 
-        features = [torch.cat([encoder(chunk) for chunk in x.split(chunk_size)]) for encoder, x in ...]
+    `cache.step(*inputs, **loss_keywords)` replaces
+
+        features = [
+            torch.cat([encoder(chunk) for chunk in x.split(chunk_size)])
+            for encoder, x in zip(encoders, inputs)
+        ]
         loss(*features, **loss_keywords).backward()
 
-    with the same value and the same gradients, dropout included, at the price of a second forward pass.
+    with the same value and gradients, dropout included. It needs the memory of one chunk and of the features, and costs
+    a second forward pass. A step has three phases, which are also methods for custom loops:
+
+    1. `encode`: compute the features of all chunks without gradients.
+    2. `loss_and_grads`: compute the loss of all features, and the gradients of the features.
+    3. `backward`: encode each chunk again, with gradients, and backpropagate the gradients of its features.
+
+    Encoders may be wrapped in DDP or FSDP: gradients are synchronised once per step. Under autocast, use the cache
+    inside the context; with GradScaler or accelerate call `cache(...)` instead of `cache.step(...)`.
 
     Args:
-        encoders: One module that serves all inputs, or one for each: modules, methods of modules (`model.encode_text`),
-            or `functools.partial` of them. Each returns features [rows, D], or a tuple or dict of tensors with as many
-            rows as its input.
-        loss: Called as `loss(*features, **loss_keywords)`; returns a scalar, or a tuple that begins with it.
-        chunk_size: Rows at a time: one number, one for each input, or "auto": the largest that fits, found by trying.
-        offload: Where chunks wait for the second pass. "none": where they are. "host": in host memory, pinned for CUDA.
-            "disk": in a temporary file. From the last two they come to their encoder's device when they are needed.
-        offload_features: Features and their gradients wait there as well while they are not needed.
-        directory: Of the temporary file; by default that of the system.
-        features: What to take of an encoder's output, for example `lambda output: output.pooler_output`.
-        memory_limit: Bytes that a chunk may take if "auto" tries it on the CPU; by default half of what is available.
-        progress: Called as `progress(phase, rows_done, rows_in_all)`, or "bar" for one drawn by rich.
-        group: The ranks over which gradients of loss keywords and loss parameters are averaged, as DDP does with those
-            of encoders.
+        encoders: One module for all inputs, or a sequence with one per input: modules, methods of modules
+            (`model.encode_text`), or `functools.partial` of them. Each returns features [rows, D], or a tuple or dict
+            of tensors with as many rows as its input.
+        loss: Called as `loss(*features, **loss_keywords)`. Returns a scalar, or a tuple that starts with it.
+        chunk_size: Rows to encode at a time: one number, one per input, or "auto", which finds the largest chunk that
+            fits by trial in the first step.
+        offload: Where chunks are kept until the second forward pass: "none" leaves them where they are, "host" moves
+            them to host memory (pinned for CUDA), "disk" to a temporary file. Offloaded chunks are brought to the
+            encoder's device when they are needed.
+        offload_features: Also offload features and their gradients while they are not needed.
+        directory: Folder of the temporary file; None: the system's.
+        features: Selects the features from an encoder's output, for example `lambda output: output.pooler_output`.
+        memory_limit: Bytes that a chunk may take on the CPU with "auto"; None: half of the available memory.
+        progress: Called as `progress(phase, rows_done, rows_total)`, or "bar" for a progress bar (needs rich).
+        group: Ranks over which the gradients of loss keywords and loss parameters are averaged, as DDP averages those
+            of the encoders: "auto" (all ranks), None (this process alone) or a process group.
+
+    Raises:
+        ValueError: An option has an invalid value.
+        TypeError: An encoder is not a module, a method of one, or a `functools.partial` of these.
+
+    Example:
+        >>> import torch, contratile as ct
+        >>> image_encoder, text_encoder = torch.nn.Linear(8, 4), torch.nn.Linear(6, 4)
+        >>> cache = ct.GradCache((image_encoder, text_encoder), ct.ClipLoss(), chunk_size=16)
+        >>> loss = cache.step(torch.randn(100, 8), torch.randn(100, 6), logit_scale=10.0)
+        >>> loss.shape, image_encoder.weight.grad.shape
+        (torch.Size([]), torch.Size([4, 8]))
     """
 
     def __init__(
@@ -78,10 +103,19 @@ class GradCache:
         self.progress: Progress = RichBar() if progress == "bar" else progress or silent
 
     def step(self, *inputs: Nest, **loss_keywords: Any) -> Any:
-        """All three phases. Returns the loss, detached, and adds to `.grad`; without grad mode, the loss alone.
+        """Compute the loss and add its gradients to `.grad`.
 
-        An input is a tensor, a tuple (the encoder's arguments), a mapping (its keywords), or an iterator of chunks of
-        such. One iterator for several encoders yields tuples with a chunk for each.
+        Args:
+            *inputs: One per encoder: a tensor, a tuple (the encoder's positional arguments), a mapping (its keyword
+                arguments), or an iterator that yields chunks of these. A single iterator can serve several encoders if
+                it yields tuples with a chunk for each.
+            **loss_keywords: Passed to the loss. Tensors that require a gradient, such as a learned scale, get it.
+
+        Returns:
+            What the loss returned, detached. Under `torch.no_grad()` nothing but the loss is computed.
+
+        Raises:
+            ValueError: The inputs do not fit the encoders, an input requires a gradient, or nothing is trainable.
         """
         with self.encode(*inputs) as encoded:
             loss = self.loss_and_grads(encoded, **loss_keywords)
@@ -90,9 +124,10 @@ class GradCache:
         return loss
 
     def __call__(self, *inputs: Nest, **loss_keywords: Any) -> Any:
-        """The loss as a tensor whose `backward()` does the rest, for those who call it themselves.
+        """Like `step`, but return a loss whose `backward()` runs the third phase.
 
-        GradScaler, accelerate and trainers do: `scaler.scale(cache(images, texts)).backward()`.
+        For GradScaler, accelerate and trainers, which call `backward()` themselves:
+        `scaler.scale(cache(images, texts)).backward()`. `backward()` may be called once.
         """
         encoded = self.encode(*inputs)
         if not torch.is_grad_enabled():
@@ -112,34 +147,51 @@ class GradCache:
     # --- the three phases ---------------------------------------------------------------------------------------------
 
     def encode(self, *inputs: Nest) -> Encoded:
-        """Phase 1: features of all chunks, without gradient. Chunks are kept, and the random state before each."""
+        """Phase 1: compute the features of all chunks without gradients.
+
+        Keeps the chunks and the random state before each of them, until the result is used by `backward` or closed.
+
+        Args:
+            *inputs: As for `step`.
+
+        Returns:
+            An `Encoded`. Its `features` are leaves: one entry per encoder, with all rows.
+        """
         sides = self.feed.sides(inputs)
         devices = devices_of(x for side in sides for x in side.owner.parameters())
-        shelf = make_shelf(self.offload, self.directory)
-        encoded = Encoded(sides, shelf, Autocast(devices), offload_features=self.offload_features)
+        store = make_store(self.offload, self.directory)
+        encoded = Encoded(sides, store, Autocast(devices), offload_features=self.offload_features)
         state: RandomState | None = None
         try:
             for side, chunk in self.feed.chunks(sides, inputs):
-                here = shelf.bring(chunk, side.device)
+                here = store.bring(chunk, side.device)
                 state = RandomState.now(devices | devices_of(tensors_of(here)), state)
-                rows = side.add(self._first_pass(side, here), encoded.feature_shelf)
+                rows = side.add(self._first_pass(side, here), encoded.feature_store)
                 if side.trainable:
-                    encoded.records.append(Record(side, rows, shelf.put(chunk, side.device), state))
+                    encoded.records.append(ChunkRecord(side, rows, store.put(chunk, side.device), state))
                 self.progress("encode", sum(side.rows for side in sides), encoded.total)
             if torch.is_grad_enabled() and not any(side.trainable for side in sides):
-                remedy = "Features that nothing is learned from need no cache: encode under no_grad and call the loss."
+                remedy = "Frozen encoders need no cache: encode under torch.no_grad() and call the loss."
                 bad_value("encoders", expected="a trainable parameter behind some features", got="none", remedy=remedy)
         except BaseException:
             encoded.close()
             raise
         finally:
             self._end_progress()
-        torch.clear_autocast_cache()  # weights that were cast without gradient must not serve the second pass
+        torch.clear_autocast_cache()  # weights cast under no_grad must not be reused in the second pass
         encoded.buffers = copy_buffers(side.owner for side in sides)
         return encoded
 
     def loss_and_grads(self, encoded: Encoded, /, **loss_keywords: Any) -> Any:
-        """Phase 2: the loss of all features, detached; gradients of features, loss keywords and loss parameters."""
+        """Phase 2: compute the loss and the gradients of features, loss keywords and loss parameters.
+
+        Args:
+            encoded: Result of `encode`.
+            **loss_keywords: As for `step`.
+
+        Returns:
+            What the loss returned, detached.
+        """
         self.progress("loss", 0, 1)
         pending = LossCall(self.loss, encoded, loss_keywords)
         if torch.is_grad_enabled():
@@ -149,10 +201,14 @@ class GradCache:
         return pending.answer_with(pending.value)
 
     def backward(self, encoded: Encoded, gradient: Tensor | float | None = None) -> None:
-        """Phase 3: encode each chunk again, with gradient, and push the gradient of its features through.
+        """Phase 3: encode each chunk again, with gradients, and backpropagate the gradients of its features.
 
-        `gradient` is a factor for all of them. Wrappers synchronise in the last backward pass of each. Random state and
-        buffers are afterwards as they were before; if an encoder raises, too, and `.grad` has what was done so far.
+        DDP and FSDP synchronise gradients in the last backward pass of each wrapper. Random state and buffers are
+        restored afterwards, also if an encoder raises; `.grad` then holds the gradients of the chunks done so far.
+
+        Args:
+            encoded: Result of `encode`, whose features have gradients; it is closed afterwards.
+            gradient: Factor for all gradients, for example a loss scale.
         """
         with encoded:
             work = encoded.work()
@@ -170,29 +226,29 @@ class GradCache:
                     self.progress("backward", done, total)
             finally:
                 now.restore()
-                put_back(encoded.buffers)
+                restore_buffers(encoded.buffers)
                 self._end_progress()
 
-    # --- a chunk in the first and in the third ------------------------------------------------------------------------
+    # --- one chunk ----------------------------------------------------------------------------------------------------
 
-    def _first_pass(self, side: Side, chunk: Nest) -> Nest:
-        """Features of a chunk. The first of a side is encoded with gradient, to see if there is anything to learn."""
+    def _first_pass(self, side: EncoderSide, chunk: Nest) -> Nest:
+        """Features of a chunk. The first chunk of a side is encoded with gradients, to see if they need any."""
         if any(x.requires_grad for x in tensors_of(chunk)):
             remedy = "Make what is learned a parameter of an encoder, or detach the input."
-            bad_value("inputs", expected="tensors that want no gradient", got="one that does", remedy=remedy)
+            bad_value("inputs", expected="tensors without requires_grad", got="one with it", remedy=remedy)
         look = side.trainable is None and torch.is_grad_enabled()
         with torch.set_grad_enabled(look), unsynchronised(side.wrappers if look else ()):
             output = side.encode(chunk)
-        tensors, rows = tensors_of(output), rows_of(chunk, "chunk")
+        tensors, rows = tensors_of(output), count_rows(chunk, "chunk")
         if not tensors or any(x.dim() == 0 or len(x) != rows for x in tensors):
             got = [list(x.shape) for x in tensors] or type(output).__name__
-            remedy = "Choose what the loss needs with features=, for example lambda output: output.pooler_output."
-            bad_value("encoder", expected=f"features with {rows} rows, as its input", got=got, remedy=remedy)
+            remedy = "Select what the loss needs with features=, for example lambda output: output.pooler_output."
+            bad_value("encoder", expected=f"features with {rows} rows, like its input", got=got, remedy=remedy)
         if side.trainable is None:
             side.trainable = any(x.requires_grad for x in tensors)
         return output
 
-    def _second_pass(self, side: Side, chunk: Nest, gradients: Gradients, autocast: Autocast) -> None:
+    def _second_pass(self, side: EncoderSide, chunk: Nest, gradients: OutputGrads, autocast: Autocast) -> None:
         with torch.enable_grad():
             with autocast.replayed():
                 output = tensors_of(side.encode(chunk))

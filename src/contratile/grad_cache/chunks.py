@@ -1,10 +1,10 @@
-"""What encoders are called with: a tensor, a tuple (positional arguments) or a mapping (keywords) of tensors.
+"""Inputs of encoders, cut into chunks.
 
     for chunk in cut({"input_ids": ids, "attention_mask": mask}, 64, "input 0"):
         call(encoder, chunk)                       # encoder(**chunk)
 
-Together they are called nests. All tensors of a nest have one row per example, but for those without a dimension; what
-is no tensor goes with every chunk.
+A nest is a tensor, or a tuple (positional arguments) or mapping (keyword arguments) of nests. Its tensors have one row
+per example. 0-d tensors and values that are not tensors are passed with every chunk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Encoder: TypeAlias = Callable[..., Any]
 
 
 def map_tensors(function: Callable[[Any], Any], nest: Nest, leaf: type = Tensor) -> Nest:
-    """The same nest, with `function` of every tensor (or other `leaf`) in its place."""
+    """Apply `function` to every tensor (or other `leaf` type) of a nest."""
     if isinstance(nest, leaf):
         return function(nest)
     if isinstance(nest, Mapping):
@@ -40,74 +40,74 @@ def tensors_of(nest: Nest) -> list[Tensor]:
     return found
 
 
-def rows_of(nest: Nest, name: str) -> int:
-    """How many examples a nest has."""
+def count_rows(nest: Nest, name: str) -> int:
+    """Number of rows of a nest; `name` is for error messages."""
     lengths = {len(x) for x in tensors_of(nest) if x.dim()}
     if not lengths:
         remedy = "Pass a tensor, a tuple or a dict of tensors, or an iterator of such chunks."
         bad_type(name, expected="tensors with a row per example", got=type(nest).__name__, remedy=remedy)
     if len(lengths) > 1:
         got = " and ".join(map(str, sorted(lengths)))
-        bad_value(name, expected="tensors of one batch length", got=got, remedy="Give each one row per example.")
+        bad_value(name, expected="tensors of one batch length", got=got, remedy="Each needs one row per example.")
     return lengths.pop()
 
 
-def first_rows(nest: Nest, stop: int, start: int = 0) -> Nest:
-    """Rows `start` to `stop`; views, no copies."""
+def slice_rows(nest: Nest, start: int, stop: int) -> Nest:
+    """Rows `start` to `stop`, as views."""
     return map_tensors(lambda x: x[start:stop] if x.dim() else x, nest)
 
 
 def cut(nest: Nest, size: int, name: str) -> Iterator[Nest]:
-    """Chunks of up to `size` rows."""
-    rows = rows_of(nest, name)
+    """Cut a nest into chunks of up to `size` rows."""
+    rows = count_rows(nest, name)
     if rows == 0:
-        remedy = "An empty batch has no loss; skip it or use drop_last=True in the loader."
+        remedy = "Skip empty batches, or use drop_last=True in the loader."
         bad_value(name, expected="at least one row", got=0, remedy=remedy)
     for start in range(0, rows, size):
-        yield first_rows(nest, start + size, start)
+        yield slice_rows(nest, start, start + size)
 
 
 def is_whole(given: Any) -> bool:
-    """Whether this is a batch, and not something that yields its chunks."""
+    """Whether an input is a batch, rather than an iterable of chunks."""
     return isinstance(given, Tensor | tuple | Mapping)
 
 
 def blocks(given: Any, name: str) -> Iterator[Nest]:
-    """The batch itself, or what an iterable yields of it."""
+    """Yield the batch itself, or the chunks of an iterable."""
     if is_whole(given):
         yield given
         return
     if isinstance(given, list | str) or not isinstance(given, Iterable):
-        remedy = "Pass a list as tuple(x) if it holds the encoder's arguments, as iter(x) if it holds chunks."
+        remedy = "For a list x pass tuple(x) if it holds the encoder's arguments, iter(x) if it holds chunks."
         expected = "a tensor, a tuple, a mapping, or an iterator of such chunks"
         bad_type(name, expected=expected, got=type(given).__name__, remedy=remedy)
     count = 0
     for count, block in enumerate(given, start=1):  # noqa: B007 (it is read after the loop)
         yield block
     if not count:
-        remedy = "An iterator can be read once: make a new one for every step."
+        remedy = "Iterators can be read once: create a new one for every step."
         bad_value(name, expected="at least one chunk", got="an empty iterator", remedy=remedy)
 
 
-def parts(given: Any, number: int) -> Iterator[tuple[Nest, ...]]:
-    """What one iterable yields for several encoders: a part for each."""
+def joint_blocks(given: Any, number: int) -> Iterator[tuple[Nest, ...]]:
+    """Yield from one iterable for several encoders: tuples with a chunk for each."""
     for item in blocks(given, "input"):
         if not isinstance(item, tuple | list) or len(item) != number:
             got = f"{type(item).__name__}{f' of {len(item)}' if isinstance(item, tuple | list) else ''}"
-            remedy = "One iterator for several encoders yields (chunk of the first, chunk of the second, ...)."
-            bad_type("input", expected=f"tuples of {number}, a part for each encoder", got=got, remedy=remedy)
+            remedy = "One iterator for several encoders must yield (chunk of the first, chunk of the second, ...)."
+            bad_type("input", expected=f"tuples of {number}, a chunk for each encoder", got=got, remedy=remedy)
         yield tuple(item)
 
 
 def call(encoder: Encoder, chunk: Nest) -> Any:
-    """A tuple is positional arguments, a mapping is keywords."""
+    """Call an encoder. A tuple holds positional arguments, a mapping keyword arguments."""
     if isinstance(chunk, Mapping):
         return encoder(**chunk)
     return encoder(*chunk) if isinstance(chunk, tuple) else encoder(chunk)
 
 
-class Rows:
-    """Rows that arrive in chunks, gathered in one tensor: without a second copy if their number is known beforehand."""
+class RowBuffer:
+    """Collects rows that arrive in chunks in one tensor, without a second copy if the total is known beforehand."""
 
     def __init__(self, total: int | None) -> None:
         self.total, self.count = total, 0

@@ -1,4 +1,4 @@
-"""What the first phase leaves: features for the loss, and for every chunk what it takes to encode it again."""
+"""Result of the first phase: features for the loss, and what is needed to encode every chunk again."""
 
 from __future__ import annotations
 
@@ -11,72 +11,72 @@ import torch
 from torch import Tensor, nn
 
 from contratile.errors import bad_value
-from contratile.grad_cache.chunks import Encoder, Nest, Rows, call, map_tensors, tensors_of
-from contratile.grad_cache.offload import Shelf, Slot
+from contratile.grad_cache.chunks import Encoder, Nest, RowBuffer, call, map_tensors, tensors_of
+from contratile.grad_cache.offload import ChunkStore, Slot
 from contratile.grad_cache.replay import Autocast, Buffer, RandomState
 
-Gradients = list["Tensor | None"]
-"""Of the tensors of an output, None for those that the loss did not use."""
+OutputGrads = list["Tensor | None"]
+"""Gradients of the tensors of an encoder's output; None for those that the loss did not use."""
 
 
 @dataclass
-class Side:
-    """One encoder, and the features that it has made so far."""
+class EncoderSide:
+    """An encoder with one of the inputs, and the features computed so far."""
 
     index: int
     encoder: Encoder
     select: Callable[[Any], Any] | None
-    """What to take of the encoder's output."""
+    """Selects the features from the encoder's output."""
 
     owner: nn.Module
-    """The module that the encoder is, or is a method of."""
+    """The encoder's module, or the module that it is a method of."""
 
     wrappers: list[nn.Module]
     total: int | None
-    """Rows, where they are known beforehand."""
+    """Number of rows, if known beforehand."""
 
     trainable: bool | None = None
-    """Whether the features depend on something that wants a gradient; known after the first chunk."""
+    """Whether the features require gradients; known after the first chunk."""
 
     rows: int = 0
     form: Nest = None
-    """An output of the encoder, for its form."""
+    """The encoder's output with empty tensors: its structure."""
 
-    outputs: list[Rows] = field(default_factory=list)
+    outputs: list[RowBuffer] = field(default_factory=list)
     offloaded: list[Slot] = field(default_factory=list)
 
     @property
     def device(self) -> torch.device:
-        """Where the encoder's parameters are."""
+        """Device of the encoder's parameters."""
         return next((p.device for p in self.owner.parameters()), torch.device("cpu"))
 
     def encode(self, chunk: Nest) -> Nest:
         output = call(self.encoder, chunk)
         return output if self.select is None else self.select(output)
 
-    def add(self, output: Nest, shelf: Shelf | None) -> slice:
-        """The features of one chunk more, to be put on the shelf if there is one. Returns their place among all."""
+    def add(self, output: Nest, store: ChunkStore | None) -> slice:
+        """Add the features of a chunk, offloaded if there is a store. Returns their range among all rows."""
         tensors = [x.detach() for x in tensors_of(output)]
         if self.form is None:
             self.form = map_tensors(lambda x: x.new_empty(0), output)
-        if shelf is None:
+        if store is None:
             self._append(tensors)
         else:
-            self.offloaded.append(shelf.put(tensors))
+            self.offloaded.append(store.put(tensors))
         place = slice(self.rows, self.rows + len(tensors[0]))
         self.rows = place.stop
         return place
 
     def _append(self, tensors: list[Tensor]) -> None:
         if not self.outputs:
-            self.outputs = [Rows(self.total) for _ in tensors]
+            self.outputs = [RowBuffer(self.total) for _ in tensors]
         for gathered, x in zip(self.outputs, tensors, strict=True):
             gathered.append(x)
 
-    def gather(self, shelf: Shelf) -> list[Tensor]:
-        """The features of all chunks."""
+    def gather(self, store: ChunkStore) -> list[Tensor]:
+        """Return the features of all chunks."""
         self.total = self.rows
-        for tensors in shelf.fetch(self.offloaded, shelf.get):
+        for tensors in store.fetch(self.offloaded, store.get):
             self._append(tensors)
         found = [gathered.gathered() for gathered in self.outputs]
         self.outputs, self.offloaded = [], []
@@ -84,44 +84,47 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Record:
-    """A chunk that will be encoded again."""
+class ChunkRecord:
+    """A chunk that will be encoded again: its rows, and the random state before its first pass."""
 
-    side: Side
+    side: EncoderSide
     rows: slice
     chunk: Slot
     state: RandomState
 
 
 class Encoded:
-    """Features of all sides, as `GradCache.encode` made them.
+    """Features of all encoders, as returned by `GradCache.encode`.
 
-    `features` has the output of each encoder for all rows: leaves, which want a gradient where something is learned.
-    Any loss may be computed from them; after its backward `GradCache.backward` takes it from their `.grad`.
+    `features` holds the output of each encoder for all rows. They are leaves, and require gradients if the encoder is
+    trainable. Compute any loss from them and call its `backward()`; `GradCache.backward` then reads their `.grad`.
+    A context manager: on exit, chunks and features are released.
     """
 
-    def __init__(self, sides: list[Side], shelf: Shelf, autocast: Autocast, *, offload_features: bool) -> None:
-        self.sides, self.shelf, self.autocast = sides, shelf, autocast
-        self.feature_shelf = shelf if offload_features else None
-        self.records: list[Record] = []
+    def __init__(
+        self, sides: list[EncoderSide], store: ChunkStore, autocast: Autocast, *, offload_features: bool
+    ) -> None:
+        self.sides, self.store, self.autocast = sides, store, autocast
+        self.feature_store = store if offload_features else None
+        self.records: list[ChunkRecord] = []
         self.buffers: list[Buffer] = []
         self._leaves: list[list[Tensor]] | None = None
         self._open = True
 
     @property
     def total(self) -> int | None:
-        """Rows of all sides, if they are known before all are encoded."""
+        """Number of rows of all sides, if known beforehand."""
         totals = [side.total for side in self.sides]
         return None if None in totals else sum(total or 0 for total in totals)
 
     @property
     def leaves(self) -> list[list[Tensor]]:
-        """The tensors of `features`, side by side."""
+        """The tensors of `features`, a list per side."""
         if not self._open:
-            remedy = "Encode again: the chunks of a batch are kept for one backward."
+            remedy = "Encode again: the chunks of a batch are kept for one backward pass."
             bad_value("encoded", expected="features that are still there", got="used ones", remedy=remedy)
         if self._leaves is None:
-            self._leaves = [side.gather(self.shelf) for side in self.sides]
+            self._leaves = [side.gather(self.store) for side in self.sides]
             for side, leaves in zip(self.sides, self._leaves, strict=True):
                 for x in leaves:
                     x.requires_grad_(bool(side.trainable) and x.is_floating_point())
@@ -129,17 +132,17 @@ class Encoded:
 
     @property
     def features(self) -> list[Nest]:
-        """What the loss is called with."""
+        """The arguments of the loss: the output of each encoder, for all rows."""
         built = []
         for side, leaves in zip(self.sides, self.leaves, strict=True):
             left = iter(leaves)
             built.append(map_tensors(partial(_next_of, left), side.form))
         return built
 
-    def work(self) -> list[tuple[Record, Slot]]:
-        """Chunks whose features have a gradient, with that gradient, in the order of the first pass.
+    def work(self) -> list[tuple[ChunkRecord, Slot]]:
+        """Chunks whose features have gradients, with these gradients, in the order of the first pass.
 
-        Features are let go of: only their gradients are needed from here on.
+        Releases the features: only their gradients are needed from here on.
         """
         found = {id(side): [x.grad for x in leaves] for side, leaves in zip(self.sides, self.leaves, strict=True)}
         self._leaves, self._open = None, False
@@ -147,23 +150,23 @@ class Encoded:
         for record in self.records:
             mine = [None if g is None else g[record.rows] for g in found[id(record.side)]]
             if any(g is not None for g in mine):
-                paired.append((record, self.feature_shelf.put(mine) if self.feature_shelf else mine))
+                paired.append((record, self.feature_store.put(mine) if self.feature_store else mine))
         return paired
 
-    def fetch(self, work: list[tuple[Record, Slot]]) -> Iterator[tuple[Record, Nest, Gradients]]:
-        """Chunks and gradients, brought back one ahead of their use."""
+    def fetch(self, work: list[tuple[ChunkRecord, Slot]]) -> Iterator[tuple[ChunkRecord, Nest, OutputGrads]]:
+        """Load chunks and gradients, one ahead of their use."""
 
-        def load(item: tuple[Record, Slot]) -> tuple[Record, Nest, Gradients]:
+        def load(item: tuple[ChunkRecord, Slot]) -> tuple[ChunkRecord, Nest, OutputGrads]:
             record, mine = item
-            gradients: Gradients = self.feature_shelf.get(mine) if self.feature_shelf else mine
-            return record, self.shelf.get(record.chunk), gradients
+            gradients: OutputGrads = self.feature_store.get(mine) if self.feature_store else mine
+            return record, self.store.get(record.chunk), gradients
 
-        return iter(self.shelf.fetch(work, load))
+        return iter(self.store.fetch(work, load))
 
     def close(self) -> None:
-        """Let go of chunks and features, on disk too."""
+        """Release chunks and features, also those on disk."""
         self.records, self._leaves, self._open = [], None, False
-        self.shelf.close()
+        self.store.close()
 
     def __enter__(self) -> Encoded:
         return self
@@ -173,5 +176,5 @@ class Encoded:
 
 
 def _next_of(tensors: Iterator[Tensor], _: Tensor) -> Tensor:
-    """For a tensor of the form, that which takes its place."""
+    """Replace a tensor of the structure by the next one."""
     return next(tensors)

@@ -1,7 +1,7 @@
-"""The second phase: a loss of features, and the gradients of everything that it was given or has.
+"""The second phase: the loss of all features, and the gradients of features, keywords and the loss's parameters.
 
-Features are leaves. Loss keywords that want a gradient (a learned scale) are replaced by leaves, so that theirs can be
-averaged over the ranks before it goes on to what they were made of: no wrapper's reducer sees it.
+Loss keywords that require a gradient (a learned scale) are replaced by leaves. Their gradients are averaged over the
+ranks before they are backpropagated further, because DDP's reducer does not see them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contratile.ring.team import Team
 
 
 class LossCall:
-    """One call of the loss, to be differentiated once."""
+    """One call of the loss, to be backpropagated once."""
 
     def __init__(self, loss: Callable[..., Any], encoded: Encoded, keywords: dict[str, Any]) -> None:
         self.encoded = encoded
@@ -31,7 +31,7 @@ class LossCall:
         self.loss = self.answer[0] if isinstance(self.answer, tuple) else self.answer
         if not isinstance(self.loss, Tensor) or self.loss.numel() != 1:
             got = list(self.loss.shape) if isinstance(self.loss, Tensor) else type(self.loss).__name__
-            remedy = "Use reduction='mean' or 'sum'; a tuple may follow with what else is to be returned."
+            remedy = "Use reduction='mean' or 'sum'. To return more, return a tuple that starts with the loss."
             bad_value("loss", expected="a scalar", got=got, remedy=remedy)
 
     def _leaf(self, x: Tensor) -> Tensor:
@@ -47,13 +47,13 @@ class LossCall:
         return value
 
     def answer_with(self, value: Tensor) -> Any:
-        """What the loss returned, detached, and `value` in the place of the loss."""
+        """What the loss returned, detached, with `value` in place of the loss."""
         if not isinstance(self.answer, tuple):
             return value
         return (value, *(map_tensors(Tensor.detach, x) for x in self.answer[1:]))
 
     def differentiate(self, team: Team, gradient: Tensor | None = None) -> None:
-        """Gradients of features, and of keywords and the loss's own parameters as the mean over ranks."""
+        """Compute the gradients of features, and those of keywords and loss parameters averaged over ranks."""
         before = [p.grad for p in self.parameters]
         for p in self.parameters:
             p.grad = None
@@ -71,7 +71,7 @@ class LossCall:
 
 
 def _own_parameters(loss: Callable[..., Any], encoded: Encoded) -> list[nn.Parameter]:
-    """Parameters of the loss that nobody else synchronises."""
+    """Parameters of the loss that no wrapper synchronises."""
     if not isinstance(loss, nn.Module) or wrappers_of(loss):
         return []
     encoders = {id(p) for side in encoded.sides for p in side.owner.parameters()}
@@ -79,7 +79,7 @@ def _own_parameters(loss: Callable[..., Any], encoded: Encoded) -> list[nn.Param
 
 
 def _mean(leaf: Tensor, team: Team) -> Tensor | None:
-    """A leaf's gradient, averaged. A rank that did not use it takes part with 0."""
+    """A leaf's gradient, averaged over ranks; a rank that did not use it contributes 0."""
     if team.size == 1:
         return leaf.grad
     return team.sum(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad) / team.size

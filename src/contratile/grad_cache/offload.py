@@ -1,12 +1,12 @@
-"""Where chunks wait for their second pass: where they are, in host memory, or on disk.
+"""Keeps chunks until their second pass: where they are, in host memory, or on disk.
 
-    with make_shelf("disk", directory=None) as shelf:
-        slots = [shelf.put(chunk, device) for chunk in chunks]
-        for chunk in shelf.fetch(slots, shelf.get):        # read one ahead in the background
+    with make_store("disk", directory=None) as store:
+        slots = [store.put(chunk, device) for chunk in chunks]
+        for chunk in store.fetch(slots, store.get):        # reads one ahead in the background
             ...
 
-The file has no name: the system frees it when it is closed or when the process ends, whatever ended it. It is read and
-written by plain calls, as mapped pages would count as resident, and a full disk would kill instead of raising.
+The file has no name, so the system frees it when the process ends, even if it is killed. It is read and written rather
+than memory-mapped: mapped pages count as resident memory, and a full disk would kill the process instead of raising.
 """
 
 from __future__ import annotations
@@ -26,54 +26,55 @@ from contratile.grad_cache.chunks import Nest, map_tensors
 Offload = Literal["none", "host", "disk"]
 OFFLOADS = ("none", "host", "disk")
 Slot = Any
-"""What `put` returns and `get` takes."""
+"""Handle that `put` returns and `get` takes."""
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Shelf:
-    """Keeps nests as they are."""
+class ChunkStore:
+    """Keeps chunks where they are; base class of the stores that offload."""
 
     def put(self, nest: Nest, device: torch.device | None = None) -> Slot:
-        """Keep a nest; `device` is where `get` shall bring its tensors, by default where they are."""
+        """Store a nest. `get` will return its tensors on `device`, by default on their present device."""
         return nest
 
     def get(self, slot: Slot) -> Nest:
+        """Return a stored nest."""
         return slot
 
     def bring(self, nest: Nest, device: torch.device | None) -> Nest:
-        """A nest for its first pass: what is offloaded comes to the device of its encoder."""
+        """Move a nest to its encoder's device for the first pass, if chunks are offloaded."""
         return nest
 
     def fetch(self, items: Iterable[T], load: Callable[[T], R]) -> Iterator[R]:
-        """`load` of every item, in order."""
+        """Yield `load(item)` for all items, in order."""
         return map(load, items)
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
 
-    def __enter__(self) -> Shelf:
+    def __enter__(self) -> ChunkStore:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class Kept(NamedTuple):
-    """A tensor that is elsewhere, and the device it shall come to."""
+class OffloadedTensor(NamedTuple):
+    """Where a tensor is kept, and the device to load it to."""
 
     content: Any
     device: torch.device
 
 
-class HostShelf(Shelf):
-    """Keeps tensors in host memory, pinned if they are to go to CUDA."""
+class HostStore(ChunkStore):
+    """Keeps tensors in host memory, pinned if they will be loaded to CUDA."""
 
     def put(self, nest: Nest, device: torch.device | None = None) -> Slot:
-        return map_tensors(lambda x: Kept(self._keep(x, device or x.device), device or x.device), nest)
+        return map_tensors(lambda x: OffloadedTensor(self._keep(x, device or x.device), device or x.device), nest)
 
     def get(self, slot: Slot) -> Nest:
-        return map_tensors(lambda kept: self._load(kept.content, kept.device), slot, Kept)
+        return map_tensors(lambda kept: self._load(kept.content, kept.device), slot, OffloadedTensor)
 
     def _keep(self, x: Tensor, device: torch.device) -> Any:
         x = x.detach()
@@ -89,7 +90,7 @@ class HostShelf(Shelf):
         return nest if device is None else map_tensors(lambda x: x.to(device, non_blocking=True), nest)
 
     def fetch(self, items: Iterable[T], load: Callable[[T], R]) -> Iterator[R]:
-        """One item ahead, in a background thread."""
+        """Like the base class, loading one item ahead in a background thread."""
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="contratile-prefetch") as worker:
             waiting: Future[R] | None = None
             for item in items:
@@ -101,24 +102,24 @@ class HostShelf(Shelf):
                 yield waiting.result()
 
 
-class Place(NamedTuple):
-    """Where a tensor is in the file."""
+class FilePosition(NamedTuple):
+    """Where a tensor is stored in the file."""
 
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-class DiskShelf(HostShelf):
-    """Keeps tensors in a file without a name."""
+class DiskStore(HostStore):
+    """Keeps tensors in an unnamed temporary file."""
 
     def __init__(self, directory: str | Path | None) -> None:
         self.file: IO[bytes] = tempfile.TemporaryFile(dir=directory, prefix="contratile-", buffering=0)
         self.end = 0
 
-    def _keep(self, x: Tensor, device: torch.device) -> Place:
+    def _keep(self, x: Tensor, device: torch.device) -> FilePosition:
         x = x.detach().cpu().contiguous()
-        place = Place(self.end, tuple(x.shape), x.dtype)
+        place = FilePosition(self.end, tuple(x.shape), x.dtype)
         if x.nbytes:
             left = _bytes_of(x)
             self.file.seek(self.end)
@@ -127,7 +128,7 @@ class DiskShelf(HostShelf):
             self.end += x.nbytes
         return place
 
-    def _load(self, content: Place, device: torch.device) -> Tensor:
+    def _load(self, content: FilePosition, device: torch.device) -> Tensor:
         x = torch.empty(content.shape, dtype=content.dtype, pin_memory=device.type == "cuda")
         if x.nbytes:
             left = _bytes_of(x)
@@ -153,7 +154,9 @@ def _short() -> int:
     raise OSError("the file of offloaded chunks ended early")
 
 
-def make_shelf(offload: Offload, directory: str | Path | None) -> Shelf:
+def make_store(offload: Offload, directory: str | Path | None) -> ChunkStore:
+    """The store for an `offload` option of `GradCache`."""
+    """The store for an `offload` option of `GradCache`."""
     if offload == "disk":
-        return DiskShelf(directory)
-    return HostShelf() if offload == "host" else Shelf()
+        return DiskStore(directory)
+    return HostStore() if offload == "host" else ChunkStore()

@@ -1,4 +1,4 @@
-"""How far a step is. A callback is told (phase, rows done, rows in all or None); `RichBar` is one that draws."""
+"""Progress callbacks, called with (phase, rows done, total rows or None). `RichBar` draws a progress bar."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ Progress: TypeAlias = Callable[[Phase, int, "int | None"], None]
 
 
 def silent(phase: Phase, done: int, total: int | None) -> None:
-    """Nobody is told."""
+    """Do nothing."""
 
 
 class RichBar:
-    """A bar for every phase."""
+    """Draws a progress bar for every phase with rich."""
 
     def __init__(self) -> None:
         try:
             import rich.progress  # noqa: F401
         except ImportError:
-            bad_value("progress", expected="the package rich", got="none", remedy="Install it: pip install rich")
+            bad_value("progress", expected="the package rich", got="none", remedy="Install it: pip install rich.")
         self.bar: Any = None
         self.task: Any = None
         self.phase: Phase | None = None

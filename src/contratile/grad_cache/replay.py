@@ -1,9 +1,9 @@
-"""What a second forward pass needs to repeat the first: random state, autocast, buffers as they were.
+"""Makes a second forward pass repeat the first: random state, autocast and buffers.
 
     state = RandomState.now(devices)       # before a chunk's first pass
     state.restore()                        # before its second: dropout draws the same masks
 
-Generators covered are torch's default ones, of the CPU and of every accelerator in use.
+Covers torch's default generators, of the CPU and of every accelerator in use.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def devices_of(tensors: Iterable[Tensor]) -> set[torch.device]:
 
 @dataclass(frozen=True, eq=False)
 class RandomState:
-    """The states of the default generators of some devices."""
+    """States of the default random generators of some devices."""
 
     states: dict[torch.device, Tensor]
 
     @classmethod
     def now(cls, devices: Iterable[torch.device], last: RandomState | None = None) -> RandomState:
-        """The present state: `last` itself if nothing was drawn since, as a state takes 5 kB and chunks are many."""
+        """The current state. Returns `last` itself if nothing was drawn since: a state takes 5 kB per chunk."""
         states = {device: _generator(device).get_rng_state(*_index(device)) for device in devices}
         if last is not None and last.states.keys() == states.keys():
             if all(torch.equal(state, last.states[device]) for device, state in states.items()):
@@ -40,6 +40,8 @@ class RandomState:
         return cls(states)
 
     def restore(self) -> None:
+        """Set the generators to this state."""
+        """Set the generators to this state."""
         for device, state in self.states.items():
             _generator(device).set_rng_state(state, *_index(device))
 
@@ -50,12 +52,12 @@ def _generator(device: torch.device) -> Any:
 
 
 def _index(device: torch.device) -> tuple[torch.device, ...]:
-    """CPU and mps are there once, and their functions take no device."""
+    """The device argument of the functions above; those of CPU and MPS take none."""
     return () if device.type in ("cpu", "mps") else (device,)
 
 
 class Autocast:
-    """Autocast as it is set when this is made, for the types of some devices."""
+    """The autocast settings at the time of construction, for the types of some devices."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         types = sorted({device.type for device in devices})
@@ -64,7 +66,7 @@ class Autocast:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """For a forward pass: as it was."""
+        """Context for a forward pass, with the recorded settings."""
         with ExitStack() as stack:
             for kind, enabled, dtype in self.settings:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.cached))
@@ -72,7 +74,7 @@ class Autocast:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """For a backward pass, which repeats the dtypes of its forward by itself."""
+        """Context for a backward pass, which uses the dtypes of its forward pass and needs no autocast."""
         with ExitStack() as stack:
             for kind, _, _ in self.settings:
                 stack.enter_context(torch.autocast(kind, enabled=False))
@@ -80,7 +82,7 @@ class Autocast:
 
 
 class Buffer(NamedTuple):
-    """A buffer of a module, and its content at some moment."""
+    """A buffer of a module and a copy of its content."""
 
     module: nn.Module
     name: str
@@ -89,7 +91,7 @@ class Buffer(NamedTuple):
 
 
 def copy_buffers(modules: Iterable[nn.Module]) -> list[Buffer]:
-    """All buffers: which of them a pass writes to their versions do not tell, as running statistics do not count."""
+    """Copy all buffers. Tensor versions do not reveal changed ones: running-stat updates do not bump them."""
     every = {id(module): module for owner in modules for module in owner.modules()}
     return [
         Buffer(module, name, x, x.detach().clone())
@@ -100,7 +102,7 @@ def copy_buffers(modules: Iterable[nn.Module]) -> list[Buffer]:
 
 
 @torch.no_grad()
-def put_back(buffers: Iterable[Buffer]) -> None:
-    """Undo what was written since."""
+def restore_buffers(buffers: Iterable[Buffer]) -> None:
+    """Set buffers back to their copies."""
     for module, name, tensor, content in buffers:
         module._buffers[name] = tensor.copy_(content)

@@ -1,7 +1,7 @@
-"""Wrappers that synchronise gradients in the backward pass (DDP, FSDP), and how to hold them back.
+"""Suspends gradient synchronisation of DDP and FSDP.
 
 with unsynchronised(wrappers_of(encoder)):
-    encoder(chunk).sum().backward()            # gradients are added up on this rank only
+    encoder(chunk).sum().backward()            # accumulates gradients on this rank only
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from contratile.ring.team import Team
 
 
 def wrappers_of(module: nn.Module) -> list[nn.Module]:
-    """Modules with `no_sync` (DDP, FSDP1, engines like them) and modules under FSDP2's `fully_shard`."""
+    """Submodules with `no_sync` (DDP, FSDP1 and similar) and those under FSDP2's `fully_shard`."""
     return [x for x in module.modules() if hasattr(x, "no_sync") or is_sharded(x)]
 
 
 def is_sharded(module: nn.Module) -> bool:
+    """Whether a module is under FSDP2's `fully_shard`."""
+    """Whether a module is under FSDP2's `fully_shard`."""
     return hasattr(module, "set_requires_gradient_sync")
 
 
 @contextmanager
 def unsynchronised(wrappers: Iterable[nn.Module]) -> Iterator[None]:
-    """Forward and backward passes in here leave gradients unreduced."""
+    """Context in which forward and backward passes do not reduce gradients over ranks."""
     with ExitStack() as stack:
         for wrapper in wrappers:
             x: Any = wrapper
@@ -41,16 +43,16 @@ def unsynchronised(wrappers: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _reduces(module: Any) -> bool:
-    """Whether the user has left the reduction on: FSDP2 has a setter and no getter."""
+    """Whether gradient reduction is on. FSDP2 has a setter for it and no getter."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     return any(group is not None and group.reduce_grads for group in groups)
 
 
 def check_equal_counts(count: int, team: Team, device: torch.device) -> None:
-    """Every forward pass of a sharded module is collective: the ranks must have equally many chunks."""
+    """Raise a ValueError unless all ranks have the same number of chunks: FSDP's forward passes are collective."""
     values = torch.tensor([count, count * count], dtype=torch.float64, device=device)
     total, squares = team.sum(values).tolist()
     if team.size * squares != total * total:
-        remedy = "Give every rank as many rows, or smaller chunks to those with fewer; DDP has no such limit."
+        remedy = "Give every rank the same number of rows, or ranks with fewer rows smaller chunks. DDP needs neither."
         bad_value("chunks of an FSDP encoder", expected="equally many on every rank", got=count, remedy=remedy)

