@@ -48,7 +48,7 @@ def test_own_splits_on_disk(saved: Path) -> None:
     assert isinstance(train, HubTable) and isinstance(test, Indexed) and train.kinds == ("image", "text")
     assert len(train) == 40 and [shade(test[i].left) for i in range(len(test))] == list(range(40, 45))
     assert train[3].right == "number 3" and shade(train[3].left) == 3 and train[3].key.endswith("/3")
-    with pytest.raises(Broken, match="not a picture"):
+    with pytest.raises(Broken, match="not an image"):
         train[7]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from contratile.data import hub_names
 from contratile.data.hub import open_hub
-from contratile.data.hub_names import absent, found_at_hub, reachable
+from contratile.data.hub_names import found_at_hub, reachable, why_not_found
 
 
 @pytest.fixture
@@ -40,7 +40,10 @@ def test_without_a_network_the_cache_is_used(online: list[Any]) -> None:
 
     with found_at_hub("org/none", "data") as folder:
         assert folder is None and constants.HF_HUB_OFFLINE
-        assert absent("org/none") == "'org/none', which is no folder here, and the Hugging Face hub cannot be reached"
+        assert (
+            why_not_found("org/none")
+            == "'org/none', which is not a local folder, and the Hugging Face hub cannot be reached"
+        )
     assert not constants.HF_HUB_OFFLINE and online == [("huggingface.co", 443)]
     with pytest.raises(
         ValueError, match="expected a folder or a dataset of the hub, got 'org/none', which is no folder"

@@ -11,7 +11,7 @@ import pytest
 
 from contratile.data import icons as module
 from contratile.data.files import made_once
-from contratile.data.icons import Icon, Icons, draw, families
+from contratile.data.icons import Icon, Icons, draw_icon, families
 from contratile.data.sample import Broken
 
 SQUARE = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 10 10"><path d="M0 0h10v5H0z"/></svg>'
@@ -59,15 +59,15 @@ def write(folder: Path, **drawings: str) -> Path:
 
 
 def test_drawn_black_on_white_in_proportion() -> None:
-    half = draw(SQUARE, 10, "a")
+    half = draw_icon(SQUARE, 10, "a")
     assert half.shape == (10, 10) and (half[:5] == 0).all() and (half[5:] == 255).all()
-    wide = draw(WIDE, 20, "a")
+    wide = draw_icon(WIDE, 20, "a")
     assert (wide[5:15] == 0).all() and (wide[:5] == 255).all() and (wide[15:] == 255).all()
 
 
 def test_a_damaged_drawing_names_its_file() -> None:
     with pytest.raises(Broken, match="set/name: not an SVG drawing"):
-        draw("<svg", 8, "set/name")
+        draw_icon("<svg", 8, "set/name")
 
 
 def test_drawn_once_into_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,8 +113,8 @@ def test_several_processes_at_once(tmp_path: Path) -> None:
     folder = write(tmp_path / "icons", **{f"icon-{i}": SQUARE for i in range(300)})
     code = (
         "import sys; from pathlib import Path; from contratile.data import icons as m\n"
-        "draw, drawn = m.draw, []\n"
-        "m.draw = lambda *a: drawn.append(1) or draw(*a)\n"
+        "draw, drawn = m.draw_icon, []\n"
+        "m.draw_icon = lambda *a: drawn.append(1) or draw(*a)\n"
         "icons = m.Icons('train', size=16, folder=Path(sys.argv[1]), cache=Path(sys.argv[2]), test_share=None)\n"
         "print(len(icons), len(drawn), sum(icons[299].left.tobytes()))\n"
     )

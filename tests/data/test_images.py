@@ -41,16 +41,16 @@ def test_formats(kind: str) -> None:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (encoded(noise(), "JPEG")[:3000], "truncated picture (OSError)"),
-        (encoded(picture(3, (64, 64)))[:-30], "truncated picture (OSError)"),
-        (b"", "not a picture in a known format"),
-        (b"<html>not found</html>", "not a picture in a known format"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "not a picture in a known format"),
-        (bomb(20_000, 20_000), "picture of more than 67 megapixels"),
-        (bomb(10_000, 9_000), "picture of more than 67 megapixels"),
-        (bomb(8_000, 8_000), "truncated picture (OSError)"),
-        (b"\x89PNG\r\n\x1a\n" + b"\0" * 40, "not a picture in a known format"),
-        (encoded(noise()).replace(b"IDAT", b"IDAT\xff\xff"), "damaged or unreadable picture (OSError)"),
+        (encoded(noise(), "JPEG")[:3000], "truncated image (OSError)"),
+        (encoded(picture(3, (64, 64)))[:-30], "truncated image (OSError)"),
+        (b"", "not an image in a known format"),
+        (b"<html>not found</html>", "not an image in a known format"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "not an image in a known format"),
+        (bomb(20_000, 20_000), "image of more than 67 megapixels"),
+        (bomb(10_000, 9_000), "image of more than 67 megapixels"),
+        (bomb(8_000, 8_000), "truncated image (OSError)"),
+        (b"\x89PNG\r\n\x1a\n" + b"\0" * 40, "not an image in a known format"),
+        (encoded(noise()).replace(b"IDAT", b"IDAT\xff\xff"), "damaged or unreadable image (OSError)"),
     ],
     ids=["jpeg", "png", "empty", "page", "postscript", "bomb", "small bomb", "allowed size", "zeros", "damaged"],
 )
@@ -85,8 +85,8 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
         loop: "file cannot be opened (Too many levels of symbolic links)",
         tmp_path / ("x" * 300): "file cannot be opened (File name too long)",
         tmp_path / "pipe.png" / "below.png": "no such file",
-        tmp_path / "nul\0.png": "path with characters that no file name has",
-        tmp_path / "half\ud800.png": "path with characters that no file name has",
+        tmp_path / "nul\0.png": "path with characters that are not allowed in file names",
+        tmp_path / "half\ud800.png": "path with characters that are not allowed in file names",
     }
     if os.geteuid():  # root may read everything
         reasons[locked] = "file cannot be opened (Permission denied)"
@@ -132,7 +132,7 @@ def test_pictures_are_cut_to_size_when_they_are_decoded(mode: str, size: tuple[i
     image = Image.fromarray(pixels[..., 0].astype(np.uint16)) if mode == "I;16" else Image.fromarray(pixels)
     data = encoded(image if mode == "I;16" else image.convert(mode))
     whole = images.stack([images.decode(data, "a")], 8)
-    with images.fitting(8):
+    with images.decode_to(8):
         small = images.decode(data, "a")
     assert small.size == (8, 8) and small.mode == "RGB" and torch.equal(images.Squares(8)([small]), whole)
     assert images.decode(data, "a").size == size[::-1], "outside again as it is"
@@ -155,7 +155,7 @@ def test_large_jpegs_are_decoded_in_part(monkeypatch: pytest.MonkeyPatch) -> Non
         file = io.BytesIO()
         image.resize(size).save(file, "JPEG", quality=95)
         whole = images.stack([images.decode(file.getvalue(), "a")], 24)
-        with images.fitting(24):
+        with images.decode_to(24):
             part = images.stack([images.decode(file.getvalue(), "a")], 24)
         assert decoded[-2:] == [size, read]
         assert (whole.int() - part.int()).abs().max() <= (4 if read != size else 0)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from contratile.data import Broken, Indexed, Loader, Stream
 from contratile.data.images import Squares, decode
-from contratile.data.loader import _ahead
+from contratile.data.read_ahead import read_ahead
 from contratile.data.sample import Kinds, Sample, held_out
 from tests.data.files import encoded, picture
 from tests.data.sources import PREPARE, Numbers, River
@@ -188,13 +188,13 @@ def test_reading_ahead_passes_items_and_errors_on_and_ends_when_left() -> None:
         yield 1
         raise OSError("torn")
 
-    assert list(_ahead(iter(range(50)), 3)) == list(range(50))
-    items = _ahead(torn(), 3)
+    assert list(read_ahead(iter(range(50)), 3)) == list(range(50))
+    items = read_ahead(torn(), 3)
     assert next(items) == 1
     with pytest.raises(OSError, match="torn"):
         next(items)
     before = set(threading.enumerate())  # the reader of the torn file may be among them for a moment
-    endless = _ahead(count(), 3)
+    endless = read_ahead(count(), 3)
     assert list(islice(endless, 10)) == list(range(10))
     (reader,) = set(threading.enumerate()) - before
     del endless

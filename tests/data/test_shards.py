@@ -249,7 +249,7 @@ def test_one_bad_sample_is_not_the_end_of_its_shard(tmp_path: Path, monkeypatch:
     )
     found = list(read(whole(name)))
     assert [(x.key, x.right if isinstance(x, Sample) else x.reason) for x in found] == [
-        ("a.tar/0", "two files of one name in the tar"),
+        ("a.tar/0", "two files with the same name in the tar"),
         ("a.tar/1", "file of more than 0 KiB in the tar"),
         ("a.tar/2", "file of more than 512 KiB in the tar"),
         ("a.tar/3", "text of more than 131,072 characters"),
@@ -306,7 +306,7 @@ def small_and_huge(kind: str) -> bytes:
     ],
 )
 def test_small_tars_stay_small(tmp_path: Path, kind: str, pack: str) -> None:
-    """Whatever they claim or unpack to: the file is left out, counted, and never held in memory."""
+    """Whatever they claim or unpack to: the file is skipped, counted, and never held in memory."""
     packers = {"": bytes, "gz": lambda x: gzip.compress(x, 1), "bz2": lambda x: bz2.compress(x, 9), "xz": lzma.compress}
     name = tmp_path / f"a.tar{'.' if pack else ''}{pack}"
     name.write_bytes(packers[pack](small_and_huge(kind)))

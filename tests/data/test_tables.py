@@ -76,7 +76,7 @@ def test_parquet(tmp_path: Path) -> None:
     assert outcomes(source)[1].endswith("no such file")
     inside = open_source(DataConfig(data=str(file), test_data=str(file)), "train")
     assert isinstance(inside, Indexed) and shade(inside[0].left) == 7 and inside.kinds == ("image", "text")
-    assert "not a picture" in outcomes(inside)[1]
+    assert "not an image" in outcomes(inside)[1]
 
 
 def test_text_pairs_and_familiar_names(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_text_pairs_and_familiar_names(tmp_path: Path) -> None:
     assert table(file, left="bar")[0][:2] == ("y", "x.PNG")
     file.write_text("caption,url\ny,https://example.org/x?size=3\n")
     assert outcomes(table(file)) == [
-        "pairs.csv:2: an address instead of a file (fetch with img2dataset, then use its shards)"
+        "pairs.csv:2: a URL instead of a file (download with img2dataset, then use its shards)"
     ]
 
 
@@ -102,7 +102,7 @@ def test_text_pairs_and_familiar_names(tmp_path: Path) -> None:
         (
             "a,b,c\n1,2,3\n",
             {},
-            r"columns of t.csv: expected names such as image and caption, got a, b, c. Say which two",
+            r"columns of t.csv: expected names such as image and caption, got a, b, c. Name the two",
         ),
         (
             "image,caption\n1,2\n",
@@ -218,7 +218,7 @@ def test_a_head_that_cannot_be_read(tmp_path: Path) -> None:
     for head in ("x" * 140_000, 'query,"text'):
         file.write_text(f"{head},text\na,b\n")
         with pytest.raises(
-            ValueError, match=r"t.csv, line 1: expected the head of a table, got .*names of the columns"
+            ValueError, match=r"t.csv, line 1: expected the header of a table, got .*names of the columns"
         ):
             table(file)
 
@@ -246,11 +246,11 @@ def test_broken_pictures(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps({"path": name, "text": "x"}) + "\n" for name in names))
     assert [line.partition(": ")[2] for line in outcomes(table(file))[1:]] == [
         "no such file",
-        "truncated picture (OSError)",
+        "truncated image (OSError)",
         "not a file but a folder, a pipe or a device",
         "no such file",
-        "an address instead of a file (fetch with img2dataset, then use its shards)",
-        "path with characters that no file name has",
+        "a URL instead of a file (download with img2dataset, then use its shards)",
+        "path with characters that are not allowed in file names",
     ]
 
 

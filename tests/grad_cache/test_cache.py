@@ -590,7 +590,7 @@ WRONG: list[tuple[type[Exception], str, dict[str, Any], tuple[Any, ...]]] = [
     (ValueError, "input 0: expected at least one row, got 0", {}, (PAIR[0][:0], PAIR[1])),
     (ValueError, "inputs: expected one for each of 2 encoders, got 1", TWO, (PAIR[0],)),
     (ValueError, "inputs: expected tensors without requires_grad", {"encoders": nn.Linear(3, 3)}, (WANTING, WANTING)),
-    (TypeError, "input 0: expected a tensor, a tuple.* got list. Pass a list as tuple", {}, ([PAIR[0]], PAIR[1])),
+    (TypeError, "input 0: expected a tensor, a tuple.* got list. For a list x pass tuple", {}, ([PAIR[0]], PAIR[1])),
     (TypeError, "input: expected tuples of 2.* got Tensor", TWO, (iter(PAIR),)),
     (TypeError, "input 0: expected tensors with a row per example, got dict", {}, ({"a": 1}, PAIR[1])),
     (ValueError, "encoders: expected a trainable", {"encoders": Tower().requires_grad_(False)}, PAIR),
@@ -601,7 +601,7 @@ WRONG: list[tuple[type[Exception], str, dict[str, Any], tuple[Any, ...]]] = [
     (ValueError, "offload: expected one of 'none', 'host', 'disk'", {"offload": "cloud"}, PAIR),
     (ValueError, "offload_features: expected offload=", {"offload_features": True}, PAIR),
     (ValueError, r"loss: expected a scalar, got \[23\]", {"loss": ct.ClipLoss(reduction="none")}, PAIR),
-    (ValueError, r"encoder: expected features with 4 rows.*got \[\[\]\]. Choose", {"features": Tensor.sum}, PAIR),
+    (ValueError, r"encoder: expected features with 4 rows.*got \[\[\]\]. Select", {"features": Tensor.sum}, PAIR),
 ]
 
 

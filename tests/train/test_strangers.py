@@ -266,7 +266,9 @@ def test_a_model_that_is_nowhere(tmp_path: Path) -> None:
     for name in ("./none", f"{tmp_path}/none", "a/b/c"):
         with pytest.raises(ValueError, match=f"towers hf:{name}: expected a folder, got nothing at {name}"):
             build_towers(TowerConfig(towers=f"hf:{name}"))
-    with pytest.raises(ValueError, match=r"got 'org/none', which is no folder here, and the .* hub cannot be reached"):
+    with pytest.raises(
+        ValueError, match=r"got 'org/none', which is not a local folder, and the .* hub cannot be reached"
+    ):
         build_towers(TowerConfig(towers="hf:org/none"))
 
 

@@ -1,8 +1,8 @@
-"""The data sources by name.
+"""Data sources by name.
 
     source = open_source(DataConfig(data="pairs.csv"), "train")
 
-`SOURCES` lists them, for the help and the documentation.
+`SOURCES` lists them for help texts and documentation.
 """
 
 import difflib
@@ -22,46 +22,46 @@ from contratile.errors import bad_value, check_choice, check_count
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where pairs come from. Options of the command line are these fields."""
+    """Where pairs come from. The fields are also command-line options."""
 
     data: str = "icons"
     """icons, wordnet[:FOLDER], FILE.csv (.tsv .jsonl .parquet), SHARDS-{00..99}.tar, pipe:COMMAND, hf:NAME[:CONFIG]"""
 
     test_data: str = ""
-    """Data of its own for evaluation, named in the same way; without it a share of `data` is held out."""
+    """Separate data for evaluation, named in the same way; without it a share of `data` is held out."""
 
     left: str = ""
-    """Column of the image or first text (shards: ending of the file). Familiar names are found without it."""
+    """Column of the image or first text (shards: file extension). Common names are found without it."""
 
     right: str = ""
-    """Column of the caption or second text (shards: ending of the file, or field of the JSON)."""
+    """Column of the caption or second text (shards: file extension, or field of the JSON)."""
 
     left_kind: LeftKind = "auto"
-    """What the left column holds; by itself it is seen from the first row."""
+    """What the left column holds; auto: inferred from the first row."""
 
     root: Path | None = None
-    """Folder of a table's pictures, which may not lead out of it; else paths are relative to the table."""
+    """Folder of a table's images; paths out of it are refused. Without it paths are relative to the table."""
 
     test_share: float = 0.1
-    """Share of the pairs that is held out, by hash, where the data has no test split of its own."""
+    """Share of the pairs that is held out by hash if the data has no test split."""
 
     limit: int = 0
-    """Train on so many pairs at most, a random choice that is always the same; 0: on all."""
+    """Train on at most this many pairs, a random choice that is always the same; 0: all."""
 
     image_size: int = 32
-    """Icons are drawn at this size, in pixels."""
+    """Size in pixels at which icons are drawn."""
 
     cache: Path | None = None
-    """Folder for drawn icons; else contratile in the user's cache folder."""
+    """Folder for drawn icons; default: contratile in the user's cache folder."""
 
     streaming: bool = False
-    """Read a Hugging Face dataset as it arrives, without storing it."""
+    """Stream a Hugging Face dataset instead of downloading it first."""
 
     broken_limit: float = BROKEN_LIMIT
-    """Stop when more samples than this are broken: below 1 a share of those read (10 are forgiven), else a number."""
+    """Stop if more samples than this are broken: below 1 a share of those read (10 are tolerated), else a number."""
 
     workers: int = 0
-    """Processes that decode and prepare samples; 0 does it in the training process."""
+    """Processes that decode and prepare samples; 0: the training process does."""
 
     def __post_init__(self) -> None:
         for name in filter(None, (self.data, self.test_data)):
@@ -69,13 +69,13 @@ class DataConfig:
         if not self.data:
             bad_value("data", expected="the name of a data source", got="''", remedy=f"There are {_listed()}.")
         if not 0 <= self.test_share < 1:
-            remedy = "0.1 holds a tenth out."
+            remedy = "0.1 holds out a tenth."
             bad_value("test_share", expected="a share from 0 to below 1", got=self.test_share, remedy=remedy)
         if not self.broken_limit >= 0:
-            remedy = "0.01 is one in a hundred, 500 that many, 0 none at all."
+            remedy = "0.01 tolerates one in a hundred, 500 that many, 0 none."
             bad_value("broken_limit", expected="0 or more", got=self.broken_limit, remedy=remedy)
         if self.streaming and not any(name.startswith("hf:") for name in (self.data, self.test_data)):
-            remedy = "Tables are read as they are, shards are streams anyway: drop it."
+            remedy = "Drop it: tables are local files, and shards are always streamed."
             bad_value("streaming", expected="a Hugging Face dataset (hf:...)", got=repr(self.data), remedy=remedy)
         check_count("limit", self.limit, least=0)
         check_count("image_size", self.image_size, least=1)
@@ -84,13 +84,26 @@ class DataConfig:
 
 
 def open_source(config: DataConfig, split: Split) -> Indexed | Stream:
-    """The pairs of one split, in the data's own order."""
+    """Open a data source.
+
+    Args:
+        config: Names the data and its options.
+        split: "train" or "test". The test split is `config.test_data`, the data's own test split, or a share that is
+            held out by hash.
+
+    Returns:
+        An `Indexed` or `Stream` source, in the order of the data.
+
+    Raises:
+        ValueError: The data does not exist, has no pairs, or the options do not fit it.
+        ImportError: A package for this kind of data is missing.
+    """
     check_choice("split", split, ("train", "test"))
     name = config.test_data if split == "test" and config.test_data else config.data
-    # With test data of its own, both are used whole.
+    # With separate test data, nothing is held out.
     source = _entry(name).open(config, name, split, None if config.test_data else config.test_share)
     if isinstance(source, Indexed) and len(source) == 0:
-        remedy = "Change the share that is held out (--test-share), or give --test-data."
+        remedy = "Change the held-out share (--test-share), or pass --test-data."
         bad_value(f"{split} split of {name}", expected="at least one pair", got="none", remedy=remedy)
     if split == "train" and config.limit:
         if not isinstance(source, Indexed):
@@ -102,7 +115,7 @@ def open_source(config: DataConfig, split: Split) -> Indexed | Stream:
 
 
 class Entry(NamedTuple):
-    """A line of the catalogue."""
+    """A kind of data source: the form of its names, a summary, and how to recognise and open it."""
 
     form: str
     summary: str
@@ -172,7 +185,7 @@ SOURCES = (
     ),
     Entry(
         "hf:NAME[:CONFIG], FILE.parquet",
-        "a Hugging Face dataset, of the hub or of a folder; Parquet",
+        "a Hugging Face dataset, from the hub or a folder; Parquet",
         lambda name: name.startswith("hf:") or name.endswith(".parquet"),
         _hub,
     ),

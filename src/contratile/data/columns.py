@@ -1,4 +1,4 @@
-"""Which two columns of a table are the pair, and how their values become a sample."""
+"""Selects the two columns of a table that form the pairs, and turns rows into samples."""
 
 import difflib
 import hashlib
@@ -22,34 +22,34 @@ RIGHTS = (
     *("caption", "captions", "text", "title", "description", "positive", "answer", "sentence2", "definition"),
     *("name", "label"),
 )
-"""Names of columns that are understood without being told, best first."""
+"""Column names that are recognised automatically, best first."""
 
 LeftKind: TypeAlias = Literal["auto", "image", "text"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """The pair of a table: its columns, what they hold, and where pictures are looked for."""
+    """The columns of the pairs, what they hold, and where images are."""
 
     left: str
     right: str
     kinds: Kinds
     base: Path
-    """Relative paths of pictures start here."""
+    """Relative paths of images start here."""
 
     confined: bool = False
-    """Paths that leave the base are refused."""
+    """Refuse paths that lead out of the base."""
 
     unused: tuple[tuple[str, str], ...] = ()
-    """The other columns, and what each seems to hold: "text", "image", or "" for what is not the stuff of pairs."""
+    """The other columns and what they seem to hold: "text", "image", or "" for anything else."""
 
     def name_of(self, row: Mapping[str, Any]) -> str:
-        """What a row is held out by: the left side where it is a text or a path, else the caption."""
+        """The name by which a row is assigned to a split: the left side if it is a text or a path, else the caption."""
         left = row.get(self.left)
         return left if isinstance(left, str) else str(row.get(self.right))
 
     def sample(self, row: Mapping[str, Any], key: str) -> Sample:
-        """The pair in a row; raises Broken."""
+        """The pair in a row. Raises `Broken` if it cannot be used."""
         right = usable_text(row.get(self.right), key)
         left = row.get(self.left)
         if self.kinds[0] == "text":
@@ -57,7 +57,7 @@ class Columns:
         return Sample(self._picture(left, key), right, key, _picture_name(left))
 
     def texts(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-        """The usable texts in rows."""
+        """Yield the usable texts of rows."""
         names = (self.left, self.right) if self.kinds[0] == "text" else (self.right,)
         for row in rows:
             for name in names:
@@ -65,14 +65,14 @@ class Columns:
                     yield usable_text(row.get(name), "")
 
     def _picture(self, value: Any, key: str) -> PILImage:
-        if isinstance(value, Mapping):  # as Hugging Face stores pictures
+        if isinstance(value, Mapping):  # as Hugging Face datasets store images
             value = value.get("bytes") or value.get("path")
         if not isinstance(value, str):
             if not isinstance(value, bytes | PILImage):
-                raise Broken(key, f"expected a picture or its path, got {type(value).__name__}")
+                raise Broken(key, f"expected an image or its path, got {type(value).__name__}")
             return decode(value, key)
-        if _address(value):
-            raise Broken(key, "an address instead of a file (fetch with img2dataset, then use its shards)")
+        if _is_url(value):
+            raise Broken(key, "a URL instead of a file (download with img2dataset, then use its shards)")
         if not value.strip():
             raise Broken(key, "no such file")
         path = self.base / value
@@ -83,11 +83,11 @@ class Columns:
     def _inside(self, path: Path, key: str) -> bool:
         try:
             return path.resolve().is_relative_to(self.base.resolve())
-        except (OSError, RuntimeError, ValueError):  # a loop of links, a name that no file can have
-            raise Broken(key, "path that cannot be followed") from None
+        except (OSError, RuntimeError, ValueError):  # a loop of links, or an invalid file name
+            raise Broken(key, "path that cannot be resolved") from None
 
 
-def choose(
+def choose_columns(
     first_row: Mapping[str, Any],
     *,
     what: str,
@@ -97,7 +97,20 @@ def choose(
     base: Path,
     confined: bool = False,
 ) -> Columns:
-    """The columns asked for, else those with familiar names, else both of two; the kind is seen in the first row."""
+    """Choose the columns of the pairs.
+
+    Args:
+        first_row: Its keys are the names of the columns; its values show what they hold.
+        what: Names the table in error messages.
+        left: Column of the left side; empty: the first with a familiar name, or the other of two.
+        right: Column of the right side, likewise.
+        left_kind: What the left column holds; "auto": inferred from the first row.
+        base: Folder of relative image paths.
+        confined: Refuse paths that lead out of `base`.
+
+    Raises:
+        ValueError: There is no such column, or none can be chosen.
+    """
     names = list(first_row)
     for option, asked in (("left", left), ("right", right)):
         if asked and asked not in names:
@@ -112,7 +125,7 @@ def choose(
         left = left or next(name for name in names if name != right)
         right = right or next(name for name in names if name != left)
     if not left or not right:
-        remedy = "Say which two make the pair: --left IMAGE_OR_TEXT --right TEXT."
+        remedy = "Name the two columns of the pairs: --left IMAGE_OR_TEXT --right TEXT."
         bad_value(f"columns of {what}", expected="names such as image and caption", got=", ".join(names), remedy=remedy)
     kind: Kind = _kind(first_row.get(left)) if left_kind == "auto" else left_kind
     unused = tuple((name, _seems(value)) for name, value in first_row.items() if name not in (left, right))
@@ -125,12 +138,12 @@ def _familiar(familiar: Sequence[str], names: list[str], taken: str) -> str:
 
 
 def _kind(value: Any) -> Kind:
-    """Text, unless it is a picture, or looks like the name or the address of one."""
-    return "image" if not isinstance(value, str) or value.lower().endswith(SUFFIXES) or _address(value) else "text"
+    """Text, unless it is an image, or looks like the path or URL of one."""
+    return "image" if not isinstance(value, str) or value.lower().endswith(SUFFIXES) or _is_url(value) else "text"
 
 
 def _seems(value: Any) -> str:
-    """What a column that nobody asked for holds: texts have letters, pictures bytes or a path."""
+    """What an unused column seems to hold: texts have letters, images are bytes or a path."""
     if isinstance(value, list | tuple) and value:
         value = value[0]
     if isinstance(value, str):
@@ -139,7 +152,7 @@ def _seems(value: Any) -> str:
 
 
 def _picture_name(value: Any) -> str:
-    """Equal for equal pictures: the path, or a digest of the bytes where a dataset holds them. Others have none."""
+    """A name that is equal for equal images: the path, or a digest of the bytes; empty for other values."""
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, bytes):
@@ -147,5 +160,5 @@ def _picture_name(value: Any) -> str:
     return str(Path(value)) if isinstance(value, str) else ""
 
 
-def _address(value: str) -> bool:
+def _is_url(value: str) -> bool:
     return value.startswith(("http://", "https://"))

@@ -1,12 +1,12 @@
-"""Rows of a CSV file, each with the number of its line. A quote that nobody closes costs its own row and no other.
+"""Rows of a CSV file with their line numbers. An unclosed quote costs only its own row.
 
     for line, row in csv_rows(lines, ","):
-        ...                      # row: its fields, or a text that says why it has none
+        ...                      # row: list of fields, or a message if it cannot be read
 
-After an opening quote the csv module reads on to whatever quote comes next, through thousands of rows if need be, and
-says nothing. So records of several lines are looked at again: a quote that is still open at the end of the file or at
-the module's limit, that is closed in the middle of a field, or that would enclose line after line of complete rows, is
-a mistake, and reading goes on in the line below it.
+After an opening quote the csv module silently reads on to the next quote, through thousands of rows if necessary. So
+records that span several lines are checked again. A quote is a mistake if it is still open at the end of the file or at
+the module's field limit, if it is closed in the middle of a field, or if it encloses many complete rows. Reading then
+continues on the line below it.
 """
 
 import csv
@@ -16,18 +16,18 @@ from collections.abc import Iterator
 OPEN_QUOTE = 'a quote is opened here and not closed (leave it out, or write "")'
 
 ENCLOSED = 8
-"""So many lines inside one field, three quarters of all there, with as many fields as the head are rows, no text."""
+"""A quoted field is a mistake if at least this many of its lines, and three quarters of them, look like rows."""
 
 
 def csv_rows(lines: Iterator[str], separator: str) -> Iterator[tuple[int, list[str] | str]]:
-    """The rows of a file, the head among them, each with the line it begins in.
+    """Read the rows of a CSV file, including the header.
 
     Args:
-        lines: With their ends, as a file opened with `newline=""` gives them.
-        separator: Between fields.
+        lines: Lines with their line breaks, as from a file opened with `newline=""`.
+        separator: Separates fields.
 
     Yields:
-        The line, from 1 on, and the fields; or the line of a mistake, and what it is.
+        Line numbers, from 1 on, with the fields; or with a message, for a row that cannot be read.
     """
     source = _Lines(lines)
     reader = csv.reader(source, delimiter=separator)
@@ -56,14 +56,14 @@ def csv_rows(lines: Iterator[str], separator: str) -> Iterator[tuple[int, list[s
 
 
 class _Lines:
-    """An iterator over lines that keeps those of the present record, and takes lines back."""
+    """An iterator over lines that remembers the lines of the current record and can take lines back."""
 
     def __init__(self, lines: Iterator[str]) -> None:
         self._lines = lines
         self.back: deque[str] = deque()
         self.taken: list[str] = []
         self.ended = False
-        """No line was left when the record asked for one more."""
+        """Whether the current record asked for more lines than there are."""
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -78,7 +78,7 @@ class _Lines:
 
 
 def _open_quote(lines: list[str], separator: str, width: int) -> int | None:
-    """Which of a record's lines has a quote that was never meant to be closed where it is."""
+    """The index of the line of a record with an unclosed quote, or None."""
     text, place, line, line_end = "".join(lines), 0, 0, len(lines[0])
     while place < len(text):
         while place >= line_end:
@@ -100,7 +100,7 @@ def _open_quote(lines: list[str], separator: str, width: int) -> int | None:
 
 
 def _closing(text: str, place: int) -> int:
-    """Where the quote that opens at `place` is closed; two quotes are one that is part of the text. -1: nowhere."""
+    """Position of the quote that closes the one at `place`, skipping doubled quotes; -1 if there is none."""
     end = text.find('"', place + 1)
     while end >= 0 and text[end + 1 : end + 2] == '"':
         end = text.find('"', end + 2)

@@ -1,4 +1,4 @@
-"""Where derived files live, and how they come to be: complete or not at all."""
+"""Derived files: where they are cached, and how they are written completely or not at all."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -11,16 +11,16 @@ from contratile.errors import bad_value
 
 
 def cache_folder(given: Path | None = None) -> Path:
-    """The folder given, else `contratile` in the user's cache folder."""
+    """The given folder, or `contratile` in the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return given if given is not None else Path(base) / "contratile"
 
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """A draft to write to, which takes the file's name when it is complete.
+    """Context that yields a draft to write to, and renames it to `path` on success.
 
-    What stands in the draft's place is removed: a folder may come from anyone, and a link in it would be followed.
+    An existing draft is removed first: in a folder from someone else it could be a link to another file.
     """
     draft = path.with_name(f".{path.name}.part")
     draft.unlink(missing_ok=True)
@@ -33,12 +33,12 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def made_once(path: Path, make: Callable[[Path], None]) -> Path:
-    """The file, made first if need be: under another name, then renamed; of several processes one makes it."""
+    """Return `path`. If the file does not exist, one of several processes creates it with `make(draft)`."""
     if not path.exists():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            remedy = "Name another folder (--cache)."
+            remedy = "Choose another folder (--cache)."
             bad_value("cache", expected="a folder to write to", got=f"{path.parent} ({error.strerror})", remedy=remedy)
         with FileLock(path.with_name(f".{path.name}.lock")):
             if not path.exists():

@@ -1,10 +1,10 @@
-"""Names of data that a file gave, not the person at the keyboard: they may be read, and may start nothing.
+"""Names of data that come from a file instead of the user: they may be read, but must not start programs.
 
-    config = load_config(Path("RUN/config.toml"))      # its data is Foreign
-    open_source(config.data, "test")                   # refuses pipe:COMMAND there; DataConfig(data="pipe:...") runs it
+    config = load_config(Path("RUN/config.toml"))      # config.data.data is Foreign
+    open_source(config.data, "test")                   # refuses pipe:COMMAND; DataConfig(data="pipe:...") runs it
 
-A run's folder or a recipe may come from anyone. `pipe:` is a shell command, and webdataset starts curl, gsutil and
-others for addresses.
+Run folders and recipes may come from anyone. `pipe:` is a shell command, and for URLs webdataset starts curl, gsutil
+and other programs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 
 
 class Foreign(str):
-    """A name from a file; `origin` is the file."""
+    """A name that was read from the file `origin`."""
 
     origin: str
 
@@ -32,18 +32,23 @@ class Foreign(str):
 
 
 def from_the_same(name: str, changed: str) -> str:
-    """A changed name, which is foreign if it was so before."""
+    """`changed`, marked as foreign if `name` is."""
     return Foreign(changed, name.origin) if isinstance(name, Foreign) else changed
 
 
 def scheme(url: str) -> str:
-    """What stands before the first colon of an address; empty for a path."""
+    """The scheme of a URL in lower case; empty for a path."""
     found = _SCHEME.match(url)
     return found[0][:-1].lower() if found else ""
 
 
 def refuse_commands(name: str, urls: Sequence[str]) -> None:
-    """Raise a ValueError if a foreign name would start a program. `urls` are what the name stands for."""
+    """Raise a ValueError if a foreign name would start a program.
+
+    Args:
+        name: Name of the data.
+        urls: The files or URLs that it expands to.
+    """
     if not isinstance(name, Foreign):
         return
     for url in urls:

@@ -1,12 +1,12 @@
-"""Hugging Face datasets: of the hub, of a folder, of Parquet files; on disk (indexed) or streaming.
+"""Hugging Face datasets, from the hub, a folder or Parquet files; on disk (indexed) or streaming.
 
     open_hub("hf:nlphuji/flickr30k", "train")
-    open_hub("hf:saved/folder", "test")                 # what `save_to_disk` wrote, or a folder of pictures
+    open_hub("hf:saved/folder", "test")                 # written by `save_to_disk`, or a folder of images
     open_hub("hf:org/dataset:config", "train", streaming=True)
 
-A dataset's own test (or validation) split is the test split; where it has none, pairs are held out by hash. Pictures
-are not decoded by the package but here, so that a damaged one is a broken sample; so is a row that the package cannot
-read. Of a stream, what follows such a row is lost too.
+The test split is the dataset's own test or validation split; without one, pairs are held out by hash. Images are
+decoded here rather than by the datasets package, so that a damaged one is a broken sample. A row that the package
+cannot read is a broken sample too; in a stream, the rows behind it are lost.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,18 +17,18 @@ from typing import Any
 
 import torch
 
-from contratile.data.columns import Columns, LeftKind, choose
-from contratile.data.hub_names import absent, found_at_hub
+from contratile.data.columns import Columns, LeftKind, choose_columns
+from contratile.data.hub_names import found_at_hub, why_not_found
 from contratile.data.sample import Broken, Cursor, Sample, Split, generator, in_split, need
 from contratile.errors import bad_value
 
 TESTS = ("test", "validation", "valid", "val", "dev")
 WINDOW = 1024
-"""Rows among which a stream is shuffled, besides the order of its files."""
+"""Size of a stream's shuffle buffer. The order of its files is shuffled too."""
 
 
 class HubTable:
-    """Rows of a dataset on disk; indexed."""
+    """An indexed source: rows of a dataset on disk."""
 
     def __init__(self, dataset: Any, columns: Columns, name: str, split: Split, test_share: float | None) -> None:
         self.name, self.columns, self.kinds = name, columns, columns.kinds
@@ -37,7 +37,7 @@ class HubTable:
 
     def _of_split(self, split: Split, share: float) -> Sequence[int]:
         rows = _readable(_without_pictures(self._dataset, self.columns))
-        # One that cannot be read is held out by its number.
+        # A row that cannot be read is assigned to a split by its number.
         names = (f"{i}" if row is None else self.columns.name_of(row) for i, row in enumerate(rows))
         return [i for i, name in enumerate(names) if in_split(name, split, share)]
 
@@ -48,7 +48,7 @@ class HubTable:
         key = f"{self.name}/{self._rows[index]}"
         try:
             row = self._dataset[self._rows[index]]
-        except Exception as error:  # texts in another encoding, damaged files: whatever the package stumbles over
+        except Exception as error:  # the package raises anything for damaged files and other encodings
             raise Broken(key, f"row cannot be read ({type(error).__name__})") from None
         return self.columns.sample(row, key)
 
@@ -58,7 +58,7 @@ class HubTable:
 
 
 class HubStream:
-    """Rows of a dataset as they arrive; a stream. A cursor is the number of rows behind it."""
+    """A stream of the rows of a dataset. A cursor is the number of rows read."""
 
     def __init__(self, dataset: Any, columns: Columns, name: str, split: Split, test_share: float | None) -> None:
         self.name, self.columns, self.kinds = name, columns, columns.kinds
@@ -77,7 +77,7 @@ class HubStream:
             for n, row in enumerate(islice(rows, first, None), first + 1):
                 if in_split(self.columns.name_of(row), self._split, self._share):
                     yield (f"{self.name}/{epoch}/{part}/{n - 1}", row), n
-        except ValueError as error:  # of the data; those of the network end the run, which can be resumed
+        except ValueError as error:  # damaged data; network errors end the run, which can be resumed
             yield Broken(f"{self.name}/{epoch}/{part}/{n}", f"stream cannot be read on ({type(error).__name__})"), n + 1
 
     def sample(self, record: tuple[str, Any] | Broken) -> Sample:
@@ -88,7 +88,7 @@ class HubStream:
 
     def texts(self) -> Iterator[str]:
         rows = _without_pictures(self._dataset, self.columns)
-        with suppress(ValueError):  # a row that cannot be read, which `records` reports
+        with suppress(ValueError):  # `records` reports rows that cannot be read
             yield from self.columns.texts(
                 row for row in rows if in_split(self.columns.name_of(row), self._split, self._share)
             )
@@ -105,11 +105,26 @@ def open_hub(
     streaming: bool = False,
     test_share: float | None = 0.1,
 ) -> HubTable | HubStream:
-    """The pairs of a dataset named `hf:dataset[:config]`, or of a Parquet file."""
+    """Open a Hugging Face dataset.
+
+    Args:
+        name: `hf:dataset[:config]`, where dataset is a folder or a name on the hub; or a Parquet file.
+        split: "train" or "test".
+        left: Column of the image or first text; empty: found by common names.
+        right: Column of the caption or second text, likewise.
+        left_kind: What the left column holds; "auto": inferred from the first row.
+        root: Folder of images that are given as paths, which they must not leave.
+        streaming: Read the dataset as a stream instead of storing it.
+        test_share: Share of the pairs to hold out if the dataset has no test split; None: nothing.
+
+    Raises:
+        ValueError: The dataset does not exist, cannot be loaded, or has no such columns.
+        ImportError: The package datasets is missing.
+    """
     datasets = need("datasets")
     dataset, own = _of_split(_load(datasets, name, streaming), split, name)
     first = _first(dataset)
-    columns = choose(
+    columns = choose_columns(
         first,
         what=name,
         left=left,
@@ -123,7 +138,7 @@ def open_hub(
 
 
 def _called(name: str) -> str:
-    """What a dataset is called wherever it lies: a position in it stays valid when its folder moves."""
+    """A name that does not depend on the folder, so that a saved position stays valid if the folder is moved."""
     path, _, config = name.removeprefix("hf:").partition(":")
     if name.endswith(".parquet"):
         return Path(name).name
@@ -147,24 +162,24 @@ def _load(datasets: Any, name: str, streaming: bool) -> Any:
 
 @contextmanager
 def _loadable(name: str, *, missing: str = "") -> Iterator[None]:
-    """One line for whatever is raised about a dataset; `missing` is a name that no folder here has."""
+    """Turn whatever is raised inside into a ValueError of one line; `missing` is a name without a local folder."""
     try:
         yield
-    except Exception as error:  # the package raises its own, the network's and the file formats' errors
+    except Exception as error:  # errors of the package, the network and the file formats
         if missing and isinstance(error, OSError):
             remedy = "Check the name, the path and the network."
-            bad_value("data", expected="a folder or a dataset of the hub", got=absent(missing), remedy=remedy)
+            bad_value("data", expected="a folder or a dataset of the hub", got=why_not_found(missing), remedy=remedy)
         remedy = "Check the name, the configuration (hf:dataset:config) and its files."
         bad_value("data", expected="a dataset that can be loaded", got=f"{name!r} ({_brief(error)})", remedy=remedy)
 
 
 def _of_split(splits: Any, split: Split, name: str) -> tuple[Any, bool]:
-    """The dataset that holds the split, and whether it is that split's own."""
+    """The dataset that holds a split, and whether the data has a test split of its own."""
     test = next((key for key in TESTS if key in splits), None)
     train = "train" if "train" in splits else next((key for key in splits if key != test), None)
     wanted = test if split == "test" and test else train
     if wanted is None:
-        remedy = "Give another dataset, and this one as --test-data."
+        remedy = "Pass another dataset, and this one as --test-data."
         bad_value(f"splits of {name}", expected="a split to train on", got=", ".join(splits), remedy=remedy)
     dataset = _undecoded(splits[wanted])
     return dataset, test is not None
@@ -179,20 +194,20 @@ def _undecoded(dataset: Any) -> Any:
 
 
 def _without_pictures(dataset: Any, columns: Columns) -> Any:
-    """The columns of the pair that hold texts or paths: what can be read quickly."""
+    """Only the columns of the pairs that hold texts or paths, which can be read quickly."""
     strings = isinstance(_first(dataset).get(columns.left), str)
     return dataset.select_columns([columns.left, columns.right] if strings else [columns.right])
 
 
 def _readable(dataset: Any) -> Iterator[dict[str, Any] | None]:
-    """The rows in their order; None where one cannot be read."""
+    """Yield all rows in order; None for rows that cannot be read."""
     done = 0
     try:
-        for row in dataset:  # many at a time, which is fast
+        for row in dataset:  # fast: reads many rows at a time
             yield row
             done += 1
         return
-    except Exception:  # which row it was, the package does not say
+    except Exception:  # the package does not say which row it was
         pass
     for place in range(done, len(dataset)):
         try:
@@ -206,7 +221,7 @@ def _first(dataset: Any) -> dict[str, Any]:
     for row in _readable(dataset) if hasattr(dataset, "__len__") else dataset:
         if row is not None:
             return dict(row)
-    bad_value("dataset", expected="at least one row", got="none", remedy="Look at the dataset's splits.")
+    bad_value("dataset", expected="at least one row", got="none", remedy="Check the dataset's splits.")
 
 
 def _brief(error: Exception) -> str:

@@ -1,10 +1,10 @@
-"""Names that are a folder here or a repository of the Hugging Face hub: which, and whether the hub can be asked.
+"""Resolves names that mean a local folder or a repository of the Hugging Face hub.
 
-    with found_at_hub("models/clip", "towers") as folder:    # the folder, or None: ask the hub, or what is cached of it
+    with found_at_hub("models/clip", "towers") as folder:    # the folder; None: ask the hub or its cache
         AutoModel.from_pretrained(name)
 
-A path that is not there is refused at once. Without this, the hub's client would look for it on the network and,
-without one, try for half a minute before it says that it could not connect.
+A missing path is refused immediately. Otherwise the hub's client would look for it on the network and, without a
+network, retry for half a minute.
 """
 
 import re
@@ -26,29 +26,36 @@ PATIENCE = 5.0
 
 @contextmanager
 def found_at_hub(name: str, what: str) -> Iterator[Path | None]:
-    """The folder of this name, or None if there is none and the hub may have it. `what` is what errors call it.
+    """Context that yields the local folder, or None if there is none and the hub may have the name.
 
-    Inside, the hub's client works from its cache if the hub cannot be reached.
+    Inside, the hub's clients use only their cache if the hub cannot be reached.
+
+    Args:
+        name: A path or the name of a repository.
+        what: Names the thing in error messages.
+
+    Raises:
+        ValueError: There is no such folder, and the name cannot be a repository.
     """
     folder = Path(name).expanduser()
     if folder.exists():
         yield folder
         return
     if not _REPOSITORY.fullmatch(name):
-        remedy = "Check the path; a repository of the Hugging Face hub is named organisation/name."
+        remedy = "Check the path; names on the Hugging Face hub have the form organisation/name."
         bad_value(what, expected="a folder", got=f"nothing at {name}", remedy=remedy)
     with _offline_unless(reachable()):
         yield None
 
 
-def absent(name: str) -> str:
-    """What is known about a name that nobody could find."""
+def why_not_found(name: str) -> str:
+    """Describe a name that was found neither locally nor on the hub, for error messages."""
     hub = "is not on the Hugging Face hub" if reachable() else "the Hugging Face hub cannot be reached"
-    return f"{name!r}, which is no folder here, and {hub}"
+    return f"{name!r}, which is not a local folder, and {hub}"
 
 
 def reachable() -> bool:
-    """Whether the hub answers, or may do so behind a proxy."""
+    """Whether the hub answers. Assumed if there is a proxy."""
     constants = need("huggingface_hub.constants")
     if constants.HF_HUB_OFFLINE:
         return False
@@ -62,7 +69,7 @@ def reachable() -> bool:
         with suppress(OSError), socket.create_connection((address.hostname or "", port), timeout=PATIENCE):
             answered.set()
 
-    # In a thread, because looking up a name knows no time limit.
+    # In a thread, because DNS lookups have no timeout.
     thread = threading.Thread(target=knock, daemon=True)
     thread.start()
     thread.join(PATIENCE)
@@ -71,7 +78,7 @@ def reachable() -> bool:
 
 @contextmanager
 def _offline_unless(online: bool) -> Iterator[None]:
-    """Let the hub's clients work from their cache. They read these settings when they are imported."""
+    """Context in which the hub's clients use only their cache, unless online. Their settings are module attributes."""
     places = [(need("huggingface_hub.constants"), "HF_HUB_OFFLINE")]
     with suppress(ImportError):
         places.append((need("datasets.config"), "HF_HUB_OFFLINE"))

@@ -1,13 +1,12 @@
-"""Icons and their names: about 14,000 image-text pairs that come with the mkdocs-material package.
+"""Icons and their names: about 14,000 image-text pairs from the mkdocs-material package.
 
-    Icons("train", size=32)[0]      # an RGB picture, black on white; "arrow left bold"; "material/arrow-left-bold"
+    Icons("train", size=32)[0]      # an RGB image, black on white; "arrow left bold"; "material/arrow-left-bold"
 
-The names are words, so captions need nothing but their hyphens replaced. Where the folder says what the name does not,
-a word is added that other sets spell out: "logo" for brands, "outline" for Font Awesome's regular style. Sizes in
-names ("alert-16") are left out.
+Captions are the file names with hyphens replaced by spaces and without sizes ("alert-16"). A word is added if only the
+folder implies it: "logo" for brands, "outline" for Font Awesome's regular style.
 
-Held out are names, not files: the sets repeat names, and one drawing has several. Icons that share a name, a caption or
-a drawing are all in one split, so that a test icon's name was never read in training and its drawing never seen.
+Icons that share a name, a caption or a drawing are in the same split, so that neither the name nor the drawing of a
+test icon occurs in training: the sets repeat names, and some drawings have several names.
 """
 
 import hashlib
@@ -32,24 +31,24 @@ from contratile.data.sample import Broken, Kinds, Sample, Split, in_split, need
 from contratile.errors import bad_value
 
 RECIPE = 1
-"""Part of the cache file's name: to be raised when the drawing of an icon or the list of icons changes."""
+"""Part of the cache file's name. Increase it if the drawing of icons or their list changes."""
 
 ADDED = {"simple": "logo", "fontawesome/brands": "logo", "fontawesome/regular": "outline"}
 T = TypeVar("T")
 
 
 class Icon(NamedTuple):
-    """What the cache knows of a picture."""
+    """An icon in the cache file."""
 
     key: str
-    """Its file below the icons' folder, without suffix: set/name."""
+    """Path below the icons' folder without suffix: set/name."""
 
     drawing: str
-    """A digest of the file."""
+    """Digest of the SVG file."""
 
     @property
     def name(self) -> str:
-        """Its name in words."""
+        """The name in words."""
         folder, _, stem = self.key.rpartition("/")
         if folder == "octicons":
             stem = re.sub(r"-\d+$", "", stem)
@@ -62,7 +61,18 @@ class Icon(NamedTuple):
 
 
 class Icons:
-    """The icons of one split; indexed. `folder` holds other SVG files than the package's: set/name.svg."""
+    """An indexed source: the icons of one split with their names.
+
+    Args:
+        split: "train" or "test".
+        size: Height and width in pixels.
+        test_share: Share of the icons in the test split; None: both splits have all icons.
+        cache: Folder for the drawn icons; None: contratile in the user's cache folder.
+        folder: SVG files to use instead of the package's: set/name.svg.
+
+    Raises:
+        ImportError: mkdocs-material or resvg-py is missing.
+    """
 
     kinds: Kinds = ("image", "text")
 
@@ -96,16 +106,16 @@ class Icons:
 
     @cached_property
     def _pixels(self) -> Tensor:
-        """Grey [N, size, size], mapped from the file."""
+        """Grey values [N, size, size], memory-mapped."""
         return need("safetensors.torch").load_file(self._file)["pixels"]  # type: ignore[no-any-return]
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a worker, which maps the file itself."""
+        """Without the pixels: workers map the file themselves."""
         return {name: value for name, value in vars(self).items() if name != "_pixels"}
 
 
 def families(icons: Iterable[Icon]) -> list[str]:
-    """For each icon the first name among all that are connected with it by equal names, captions and drawings."""
+    """For each icon, the first name among all icons connected to it by equal names, captions or drawings."""
     icons = list(icons)
     parent: dict[str, str] = {}
 
@@ -123,7 +133,7 @@ def families(icons: Iterable[Icon]) -> list[str]:
 
 
 def icons_folder() -> Path:
-    """The SVG files inside the installed mkdocs-material package, which is found but not imported."""
+    """The folder of SVG files in the installed mkdocs-material package, which is not imported."""
     spec = find_spec("material")
     for place in spec.submodule_search_locations or () if spec else ():
         if (folder := Path(place) / "templates" / ".icons").is_dir():
@@ -133,7 +143,7 @@ def icons_folder() -> Path:
 
 
 def _rasterised(folder: Path | None, size: int, cache: Path | None) -> Path:
-    """The cache file: pixels [N, size, size] and what is known of them."""
+    """The cache file with pixels [N, size, size] and a list of icons; created if it does not exist."""
     if folder is None:
         folder, edition = icons_folder(), version("mkdocs-material")
     else:
@@ -141,13 +151,13 @@ def _rasterised(folder: Path | None, size: int, cache: Path | None) -> Path:
     try:
         renderer = version("resvg-py")
     except PackageNotFoundError:
-        renderer = "none"  # serves a file that is already there, and `need` explains if not
+        renderer = "none"  # fine if the file exists; otherwise `need` raises
     path = cache_folder(cache) / f"icons-{edition}-{size}px-resvg{renderer}-r{RECIPE}.safetensors"
     return made_once(path, lambda draft: _rasterise(folder, size, draft))
 
 
 def _rasterise(folder: Path, size: int, draft: Path) -> None:
-    """Draw every icon once, at about a millisecond each."""
+    """Draw all icons, at about a millisecond each."""
     need("resvg_py", "demo")
     files = sorted(folder.glob("*/**/*.svg"))
     if not files:
@@ -159,14 +169,14 @@ def _rasterise(folder: Path, size: int, draft: Path) -> None:
     for place, file in zip(pixels, _progress(files, f"drawing icons at {size} px, once"), strict=True):
         svg = file.read_text()
         key = file.relative_to(folder).with_suffix("").as_posix()
-        place[:] = draw(svg, size, key)
+        place[:] = draw_icon(svg, size, key)
         facts.append(Icon(key, _digest(svg.encode())))
     tensors = {"pixels": torch.from_numpy(pixels)}
     need("safetensors.torch").save_file(tensors, draft, metadata={"icons": json.dumps(facts)})
 
 
-def draw(svg: str, size: int, key: str) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-    """Grey pixels [size, size], black on white; the drawing keeps its proportions and fills the picture one way."""
+def draw_icon(svg: str, size: int, key: str) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    """Draw an SVG as grey pixels [size, size], black on white, keeping its proportions."""
     sized = re.sub(r"<svg\b", f'<svg width="{size}" height="{size}"', svg, count=1)
     try:
         png = need("resvg_py", "demo").svg_to_bytes(svg_string=sized, skip_system_fonts=True)
@@ -185,7 +195,7 @@ def _digest(data: bytes) -> str:
 
 
 def _progress(items: list[T], what: str) -> Iterator[T]:
-    """The items, with a bar on stderr if somebody is watching."""
+    """Iterate with a progress bar on stderr, if that is a terminal."""
     if not sys.stderr.isatty():
         return iter(items)
     rich = need("rich.progress")

@@ -1,12 +1,12 @@
-"""Pictures from anywhere, decoded with distrust, and stacked into tensors without torchvision.
+"""Decodes untrusted images and stacks them into tensors, without torchvision.
 
-    picture = decode(path_or_bytes, key="cats/3.jpg")      # RGB, or Broken
-    pixels = stack([picture, ...], size=224)               # uint8 [n, 3, 224, 224]
+    image = decode(path_or_bytes, key="cats/3.jpg")        # RGB; raises Broken
+    pixels = stack([image, ...], size=224)                 # uint8 [n, 3, 224, 224]
     inputs = normalise(pixels)                             # float, as CLIP expects
 
-Pixels stay uint8 until they are used: a batch of 65,536 pictures of 224 x 224 takes 9.8 GB that way, 39 GB as floats.
-A file of 80 KB can hold a picture of 270 MB, so the loader decodes inside `fitting(224)`: each picture is cut and
-scaled as soon as it is decoded, and only one is ever held at its full size.
+Pixels stay uint8 until they are used: a batch of 65,536 images of 224 x 224 takes 9.8 GB that way, 39 GB as floats.
+A file of 80 KB can hold an image of 270 MB, so the loader decodes inside `decode_to(224)`: each image is cropped and
+scaled as soon as it is decoded, and only one at a time is in memory at full size.
 """
 
 import io
@@ -27,20 +27,20 @@ from torch import Tensor
 from contratile.data.sample import Broken
 
 MAX_PIXELS = 1 << 26
-"""Larger pictures are refused before they are decoded: 67 megapixels take 270 MB, a decompression bomb far more."""
+"""Larger images are refused before decoding: 67 megapixels take 270 MB, a decompression bomb far more."""
 
 MAX_BYTES = 1 << 28
-"""Larger files are refused before they are read: some decoders take the whole file into memory."""
+"""Larger files are refused before reading: some decoders read the whole file into memory."""
 
 DRAFT = 3
-"""JPEGs are decoded at 1/2, 1/4 or 1/8 of their size if that is at least so many times the size they are wanted at:
-as good as decoding them whole, for a fraction of the time and memory."""
+"""JPEGs are decoded at 1/2, 1/4 or 1/8 of their size if that is still at least DRAFT times the target size: as good as
+decoding them whole, in a fraction of the time and memory."""
 
 STRIP = 1 << 20
-"""Pixels of a transparent picture that are put on white at once."""
+"""Pixels of a transparent image that are composed with white at a time."""
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Others are refused: some of the library's decoders start programs."""
+"""Other formats are refused: some of Pillow's decoders start programs."""
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
@@ -52,8 +52,8 @@ _edge: ContextVar[int] = ContextVar("edge", default=0)
 
 
 @contextmanager
-def fitting(edge: int) -> Iterator[None]:
-    """Inside, `decode` gives squares of this edge, as `stack` would make them; 0: pictures as they are."""
+def decode_to(edge: int) -> Iterator[None]:
+    """Context in which `decode` returns squares of this size, as `stack` would crop them; 0: images as they are."""
     token = _edge.set(edge)
     try:
         yield
@@ -62,14 +62,14 @@ def fitting(edge: int) -> Iterator[None]:
 
 
 def decode(data: Path | bytes | Image.Image, key: str) -> Image.Image:
-    """The picture in RGB, transparent parts on white. Of an animation, the first frame.
+    """Decode an image to RGB, with transparent parts on white. Of an animation, the first frame.
 
     Args:
-        data: A file, its contents, or a picture that is decoded already.
-        key: The sample's name, for messages.
+        data: A file, its contents, or a decoded image.
+        key: Name of the sample, for messages.
 
     Raises:
-        Broken: Whatever is wrong with the file or its path.
+        Broken: The file cannot be read or decoded, or is too large.
     """
     edge = _edge.get()
     if isinstance(data, Image.Image):
@@ -77,7 +77,7 @@ def decode(data: Path | bytes | Image.Image, key: str) -> Image.Image:
     file = io.BytesIO(data) if isinstance(data, bytes) else _opened(data, key)
     try:
         with warnings.catch_warnings(), file:
-            warnings.simplefilter("ignore")  # the library's hints on odd files; its own bomb warning is the check below
+            warnings.simplefilter("ignore")  # Pillow's warnings about odd files; large images are checked below
             with Image.open(file, formats=FORMATS) as image:
                 if image.width * image.height > MAX_PIXELS:
                     raise Image.DecompressionBombError
@@ -85,16 +85,16 @@ def decode(data: Path | bytes | Image.Image, key: str) -> Image.Image:
                     image.draft(None, (DRAFT * edge, DRAFT * edge))
                 return _own(image, edge)
     except UnidentifiedImageError:
-        raise Broken(key, f"not a picture in a known format ({', '.join(FORMATS)})") from None
+        raise Broken(key, f"not an image in a known format ({', '.join(FORMATS)})") from None
     except Image.DecompressionBombError:
-        raise Broken(key, f"picture of more than {MAX_PIXELS // 10**6} megapixels") from None
-    except Exception as error:  # decoders of damaged files raise whatever they stumble over
+        raise Broken(key, f"image of more than {MAX_PIXELS // 10**6} megapixels") from None
+    except Exception as error:  # decoders raise anything for damaged files
         what = "truncated" if "truncated" in str(error) else "damaged or unreadable"
-        raise Broken(key, f"{what} picture ({type(error).__name__})") from None
+        raise Broken(key, f"{what} image ({type(error).__name__})") from None
 
 
 def _opened(path: Path, key: str) -> BinaryIO:
-    """The file, if it is one: nothing else is opened, and what becomes a pipe meanwhile does not make us wait."""
+    """Open a regular file. O_NONBLOCK, because a pipe that replaces it after the check would block."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise Broken(key, "not a file but a folder, a pipe or a device")
@@ -102,10 +102,10 @@ def _opened(path: Path, key: str) -> BinaryIO:
         file = os.fdopen(handle, "rb")
     except (FileNotFoundError, NotADirectoryError):
         raise Broken(key, "no such file") from None
-    except OSError as error:  # no permission, a name that is too long, a loop of links
+    except OSError as error:  # no permission, name too long, loop of links
         raise Broken(key, f"file cannot be opened ({error.strerror})") from None
-    except ValueError:  # a NUL, or half of a surrogate pair
-        raise Broken(key, "path with characters that no file name has") from None
+    except ValueError:  # NUL or a lone surrogate
+        raise Broken(key, "path with characters that are not allowed in file names") from None
     if os.fstat(handle).st_size > MAX_BYTES:
         file.close()
         raise Broken(key, f"file of more than {MAX_BYTES >> 20} MiB")
@@ -113,10 +113,10 @@ def _opened(path: Path, key: str) -> BinaryIO:
 
 
 def _own(image: Image.Image, edge: int) -> Image.Image:
-    """In RGB, cut to a square if there is an edge, and independent of the file."""
+    """An RGB copy that does not depend on the file, cropped to a square if `edge` is not 0."""
     found = _rgb(image)
     if edge:
-        found = fitted(found, edge)
+        found = center_square(found, edge)
     return found.copy() if found is image else found
 
 
@@ -129,7 +129,7 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def _on_white(image: Image.Image) -> Image.Image:
-    """Strip by strip: four copies of a large picture would be a gigabyte."""
+    """Compose with white in strips: the four copies of a large image would take a gigabyte."""
     found = Image.new("RGB", image.size)
     rows = max(1, STRIP // image.width)
     for top in range(0, image.height, rows):
@@ -141,7 +141,13 @@ def _on_white(image: Image.Image) -> Image.Image:
 
 
 class Squares:
-    """A `prepare` of pictures: `stack` at one size. The loader sees its `edge`, and decodes pictures to that size."""
+    """A `prepare` for images: `stack` at a fixed size.
+
+    The loader reads `edge` and decodes images directly to that size.
+
+    Args:
+        edge: Height and width in pixels.
+    """
 
     def __init__(self, edge: int) -> None:
         self.edge = edge
@@ -151,28 +157,28 @@ class Squares:
 
 
 def stack(images: Sequence[Image.Image], size: int) -> Tensor:
-    """Pixels [n, 3, size, size] as uint8: the shorter side is scaled to `size`, the middle is cut out, as CLIP does."""
+    """Stack images to uint8 pixels [n, 3, size, size], scaled and center-cropped as CLIP does."""
     pixels = np.empty((len(images), size, size, 3), dtype=np.uint8)
     for place, image in zip(pixels, images, strict=True):
-        square = fitted(image, size)
+        square = center_square(image, size)
         place[:] = np.asarray(square if square.mode == "RGB" else square.convert("RGB"))
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
 
 
-def fitted(image: Image.Image, size: int) -> Image.Image:
-    """The middle of a picture as a square of `size`: what `stack` makes of it."""
+def center_square(image: Image.Image, size: int) -> Image.Image:
+    """Scale the shorter side of an image to `size` and crop the center."""
     if image.size == (size, size):
         return image
     scale = size / min(image.size)
     width, height = (max(size, round(side * scale)) for side in image.size)
     left, top = (width - size) // 2, (height - size) // 2
-    # Resizing only the part that stays: one row of a panorama must not become gigabytes.
+    # Resize only the part that is kept: scaling up a whole panorama could take gigabytes.
     box = (left / width, top / height, (left + size) / width, (top + size) / height)
     part = tuple(share * image.size[i % 2] for i, share in enumerate(box))
     return image.resize((size, size), Image.Resampling.BICUBIC, box=part)  # type: ignore[arg-type]
 
 
 def normalise(pixels: Tensor, mean: Sequence[float] = CLIP_MEAN, std: Sequence[float] = CLIP_STD) -> Tensor:
-    """Float pixels in the units that a tower was trained with; on whatever device the pixels are."""
+    """Scale uint8 pixels to [0, 1], subtract the mean and divide by the standard deviation, per channel."""
     shift, factor = (torch.tensor(x, device=pixels.device).view(3, 1, 1) for x in (mean, std))
     return (pixels.float() / 255 - shift) / factor

@@ -1,4 +1,4 @@
-"""Some rows of an indexed source, in any order: a source again.
+"""Some samples of an indexed source, in any order.
 
 Subset(source, chosen(len(source), 1000))      # a thousand pairs, always the same ones
 """
@@ -11,7 +11,7 @@ from contratile.data.sample import Broken, Indexed, Kinds, Sample, both_texts, g
 
 
 class Subset:
-    """The rows of `source` at `places`."""
+    """An indexed source with the samples of `source` at `places`."""
 
     def __init__(self, source: Indexed, places: Sequence[int]) -> None:
         self.source, self.places = source, places
@@ -28,7 +28,7 @@ class Subset:
         return self.source[self.places[index]]
 
     def texts(self) -> Iterator[str]:
-        """Of the whole source if its rows hold pictures, which need not be read for this."""
+        """The texts of the subset; those of the whole source if it holds images, to avoid decoding them."""
         if "image" in self.kinds:
             yield from self.source.texts()
             return
@@ -36,10 +36,10 @@ class Subset:
             try:
                 yield from both_texts(self.source[place])
             except Broken:
-                continue  # the loader counts it
+                continue  # the loader counts broken samples
 
 
 def chosen(n: int, limit: int) -> list[int]:
-    """`limit` of n rows, a random choice that is always the same, in their order."""
+    """A random choice of `limit` out of n rows, sorted; always the same."""
     picked: list[int] = torch.randperm(n, generator=generator(n))[:limit].sort().values.tolist()
     return picked

@@ -1,7 +1,7 @@
-"""What a data source owes: pairs by index, or a stream of them; and the word for a sample that cannot be used.
+"""The interface of data sources: pairs by index or as a stream, and the exception for samples that cannot be used.
 
-A source is read in worker processes too, so it can be pickled, and it opens files only when it is asked for a sample.
-Everything random in it follows from `generator`, everything held out from `held_out`: nothing depends on the process.
+Sources are also read in worker processes, so they must be picklable, and should open files only when a sample is read.
+Use `generator` for randomness and `held_out` for splits: both give the same result in every process.
 """
 
 import hashlib
@@ -18,27 +18,32 @@ Kind: TypeAlias = Literal["image", "text"]
 Split: TypeAlias = Literal["train", "test"]
 Kinds: TypeAlias = tuple[Kind, Kind]
 Cursor: TypeAlias = Any
-"""Where to go on in a stream; JSON can hold it."""
+"""A position in a stream, made of JSON types."""
 
 
 MAX_TEXT = 1 << 17
-"""Characters of a text; longer ones are broken samples. The csv module has the same limit for a field."""
+"""Maximum characters of a text; longer texts are broken samples. The csv module has the same limit per field."""
 
 
 class Sample(NamedTuple):
-    """A pair. The right side is always text."""
+    """A pair of an image or text and a text."""
 
     left: "Image | str"
     right: str
     key: str
-    """A stable name of the sample, for reports and messages."""
+    """A stable name of the sample, for reports and error messages."""
 
     name: str = ""
-    """What the left side is called, if it has a name: its path, say. Samples of one name have the same left side."""
+    """Name of the left side, such as its path. Samples with equal names have the same left side."""
 
 
 class Broken(Exception):
-    """A sample that cannot be used. The reason is worded for counting: it names nothing that differs by sample."""
+    """Raised for a sample that cannot be used; the loader counts it and goes on.
+
+    Args:
+        key: Name of the sample.
+        reason: What is wrong. Samples are counted by reason, so it should not contain anything specific to one sample.
+    """
 
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(key, reason)
@@ -49,60 +54,70 @@ class Broken(Exception):
 
 
 class Source(Protocol):
-    """Where pairs come from."""
+    """A source of pairs. Implement `Indexed` or `Stream`."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name for messages. A resumed run must have the same."""
 
     @property
-    def kinds(self) -> Kinds: ...
+    def kinds(self) -> Kinds:
+        """What the left and the right sides are: ("image", "text") or ("text", "text")."""
 
     def texts(self) -> Iterator[str]:
-        """All texts, of both sides where both are; read without pictures, for a tokenizer to learn from."""
+        """Yield all texts, without decoding images. `tiny` trains its tokenizer on them."""
 
 
 @runtime_checkable
 class Indexed(Source, Protocol):
-    """Pairs by index: icons, WordNet, tables, datasets on disk."""
+    """A source of pairs by index, such as icons, WordNet, tables and datasets on disk."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Number of pairs."""
 
     def __getitem__(self, index: int) -> Sample:
-        """The sample; raises Broken if it cannot be used."""
+        """Return a pair. Raises `Broken` if it cannot be used."""
 
 
 @runtime_checkable
 class Stream(Source, Protocol):
-    """Pairs one after the other: shards, datasets that are never stored.
+    """A source of pairs in sequence, such as shards and datasets that are not stored locally.
 
-    Reading is cut in two. `records` is sequential and cheap; `sample` decodes a record, in any process and order.
+    Reading has two steps: `records` is sequential and cheap, `sample` decodes a record in any process and order.
     """
 
     def records(
         self, *, seed: int | None, epoch: int, part: int, parts: int, start: Cursor = None
     ) -> Iterator[tuple[Any, Cursor]]:
-        """The records of one epoch that belong to reader `part` of `parts`, each with the cursor behind it.
+        """Yield the records of one epoch that belong to reader `part` of `parts`.
 
-        The order follows from the arguments alone; without a seed it is the source's own. `start` is such a cursor:
-        reading goes on where it points, without decoding what lies before. What could not be read is a Broken.
+        Args:
+            seed: Determines the order, together with `epoch`; None: the source's own order.
+            epoch: Number of the epoch.
+            part: Number of the reader; every rank is one.
+            parts: Number of readers.
+            start: A cursor that was yielded before: continue behind it, without decoding earlier records.
+
+        Yields:
+            Records, each with the cursor behind it. A record that cannot be read is a `Broken`, yielded not raised.
         """
 
     def sample(self, record: Any) -> Sample:
-        """Decode a record; raises Broken if it cannot be used."""
+        """Decode a record. Raises `Broken` if it cannot be used."""
 
 
 def generator(*numbers: int) -> torch.Generator:
-    """A generator of random numbers for this purpose alone: (seed, epoch, ...)."""
+    """A random generator that is seeded with all the numbers: (seed, epoch, ...)."""
     return torch.Generator().manual_seed(_hash("/".join(map(str, numbers))) >> 1)
 
 
 def held_out(name: str, share: float) -> bool:
-    """Whether what has this name belongs to the test split; the same everywhere and always."""
+    """Whether the sample with this name is in the test split. Decided by a hash of the name alone."""
     return _hash(name) < share * 2**64
 
 
 def in_split(name: str, split: Split, share: float | None) -> bool:
-    """Whether it belongs to this split; with no share held out, everything does."""
+    """Whether the sample with this name is in a split. If no share is held out, every sample is in both."""
     return share is None or held_out(name, share) == (split == "test")
 
 
@@ -111,7 +126,7 @@ def _hash(text: str) -> int:
 
 
 def need(module: str, extra: str = "train") -> Any:
-    """Import an optional package, or say how to get it."""
+    """Import an optional package, or raise an ImportError that says how to install it."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -119,19 +134,19 @@ def need(module: str, extra: str = "train") -> Any:
 
 
 def left_name(sample: Sample) -> str:
-    """What tells left sides apart: a text is its own name; a picture without a path has the sample's key."""
+    """Identifies a left side: its name, else the text itself, else the sample's key."""
     return sample.name or (sample.left if isinstance(sample.left, str) else sample.key)
 
 
 def both_texts(sample: Sample) -> Iterator[str]:
-    """The sides of a pair that are texts."""
+    """Yield the sides of a pair that are texts."""
     if isinstance(sample.left, str):
         yield sample.left
     yield sample.right
 
 
 def usable_text(value: object, key: str) -> str:
-    """The text of a pair, its ends trimmed. Of several texts (a list of captions) the first serves."""
+    """A text without surrounding whitespace; of a list of captions, the first. Raises `Broken` if it is unusable."""
     if isinstance(value, list | tuple) and value:
         value = value[0]
     if not isinstance(value, str):
@@ -140,7 +155,7 @@ def usable_text(value: object, key: str) -> str:
         raise Broken(key, f"text of more than {MAX_TEXT:,} characters")
     try:
         value.encode()
-    except UnicodeEncodeError:  # the bytes that could not be decoded, as surrogates
+    except UnicodeEncodeError:  # undecodable bytes, which were read as surrogates
         raise Broken(key, "text is not UTF-8 (convert the file, for example with iconv)") from None
     if not value.strip():
         raise Broken(key, "empty text")

@@ -1,12 +1,12 @@
-"""Webdataset shards: tar files of pictures and captions as img2dataset writes them, read in sequence.
+"""Webdataset shards: tar files of images and captions, as img2dataset writes them, read in sequence.
 
     Shards("cc12m/{00000..01242}.tar", "train")
     Shards("pipe:aws s3 cp s3://bucket/{00000..01242}.tar -", "train")
 
-Every epoch has its own order of shards; inside a shard, windows of records are shuffled. A cursor counts shards and the
-records of the present one, so resuming reads at most one shard again. Nothing is ever unpacked to disk: names inside a
-tar are labels. A tar that cannot be read to its end is a broken sample, and reading goes on with the next one; so is a
-sample whose files are larger than the limits below.
+Every epoch has its own order of shards; within a shard, windows of records are shuffled. A cursor counts shards and
+records of the current shard, so resuming rereads at most one shard. Nothing is unpacked to disk: names inside a tar are
+only labels. A tar that cannot be read to its end counts as a broken sample, and reading continues with the next tar.
+Samples with files above the limits below are broken too.
 """
 
 import json
@@ -40,34 +40,42 @@ from contratile.data.workers import shielded
 from contratile.errors import bad_value
 
 WINDOW = 1024
-"""Records that are shuffled together; so many undecoded pictures are kept in memory."""
+"""Records that are shuffled together; they are kept in memory undecoded."""
 
 WINDOW_BYTES = 1 << 30
-"""Fewer records are shuffled together if they take more than this."""
+"""A window is closed early if its records take more bytes than this."""
 
 MAX_PICTURE = 1 << 26
 MAX_CAPTION = 4 * MAX_TEXT
 MAX_JSON = 1 << 20
-"""Bytes of a sample's files; a sample with a larger one is broken."""
+"""Maximum bytes of a sample's files."""
 
 MOST = 1_000_000
-"""Shards that names may stand for; LAION-5B has 232,000."""
+"""Maximum number of shards that a pattern may expand to; LAION-5B has 232,000."""
 
 CAPTIONS = ("caption", "text")
-"""Fields of a sample's JSON that serve where it has no .txt."""
+"""Fields of a sample's JSON that are used if it has no .txt."""
 
 
-class Record(NamedTuple):
-    """The files of one sample, by what follows the first point of their names."""
+class ShardRecord(NamedTuple):
+    """The undecoded files of one sample, by extension."""
 
     key: str
     files: dict[str, bytes]
 
 
 class Shards:
-    """The pairs in tar files; a stream.
+    """A stream of the pairs in tar files.
 
-    `left` and `right` name the files of a pair by their endings ("png;jpg", "txt"), or a field of the JSON file.
+    Args:
+        names: Paths, URLs or `pipe:` commands with ranges in braces ("{00..99}") or `*`, separated by `::`.
+        split: "train" or "test".
+        left: Extensions of the left files ("png;jpg"); empty: those of images.
+        right: Extension of the caption files, or field of the JSON file; empty: "txt", then "caption" or "text".
+        test_share: Share of the samples in the test split; None: both splits are the whole data.
+
+    Raises:
+        ValueError: No such files, or a pattern that cannot be expanded.
     """
 
     def __init__(
@@ -85,10 +93,10 @@ class Shards:
 
     def records(
         self, *, seed: int | None, epoch: int, part: int, parts: int, start: Cursor = None
-    ) -> Iterator[tuple[Record | Broken, Cursor]]:
+    ) -> Iterator[tuple[ShardRecord | Broken, Cursor]]:
         n = len(self.urls)
         order = list(range(n)) if seed is None else torch.randperm(n, generator=generator(seed, epoch)).tolist()
-        # With fewer shards than readers, each reads all of them and takes its share of the records.
+        # With fewer shards than readers, every reader reads all shards and takes its share of the records.
         mine, stride = (order[part::parts], slice(None)) if n >= parts else (order, slice(part, None, parts))
         first, done = start or (0, 0)
         for place in range(first, len(mine)):
@@ -99,27 +107,27 @@ class Shards:
                 yield record, [place, done]
             done = 0
 
-    def _shard(self, url: str) -> Iterator[Record | Broken]:
-        """The records of one tar that belong to the split, and a Broken where it ends before its end."""
+    def _shard(self, url: str) -> Iterator[ShardRecord | Broken]:
+        """Yield the records of one tar that belong to the split, and a `Broken` if it cannot be read to its end."""
         need("webdataset")
         label = Path(url).name
         try:
             if not scheme(url) and Path(url).exists() and not Path(url).is_file():
                 yield Broken(label, "not a file but a folder, a pipe or a device")
                 return
-            with shielded():  # a pipe's command must not die of a Ctrl-C before the checkpoint is written
+            with shielded():  # Ctrl-C must not kill a pipe's command before the checkpoint is written
                 opened = _opened(url)
             with opened as stream:
                 for name, files in grouped(stream, self._limits):
                     if in_split(name, self._split, self._share):
                         key = f"{label}/{name}"
-                        yield Broken(key, files) if isinstance(files, str) else Record(key, files)
+                        yield Broken(key, files) if isinstance(files, str) else ShardRecord(key, files)
                 if not _ended(stream, url):
                     raise EOFError
-        except Exception as error:  # of the file system, the pipe's command, the compression or the tar format
+        except Exception as error:  # from the file system, the pipe's command, the compression or the tar format
             yield Broken(label, f"shard cannot be read to its end ({type(error).__name__})")
 
-    def sample(self, record: Record | Broken) -> Sample:
+    def sample(self, record: ShardRecord | Broken) -> Sample:
         if isinstance(record, Broken):
             raise Broken(*record.args)
         key, files = record
@@ -133,12 +141,12 @@ class Shards:
         for url in self.urls:
             for record in self._shard(url):
                 with suppress(Broken):
-                    if isinstance(record, Record):
+                    if isinstance(record, ShardRecord):
                         yield self._caption(record)
                         if self.kinds[0] == "text":
                             yield str(self.sample(record).left)
 
-    def _caption(self, record: Record) -> str:
+    def _caption(self, record: ShardRecord) -> str:
         key, files = record
         if self._ending in files:
             return _text(files[self._ending], key)
@@ -154,7 +162,7 @@ class Shards:
 
 
 def _shuffled(records: Iterator[Any], seeds: tuple[int, ...] | None, skip: int) -> Iterator[Any]:
-    """Windows of records in random order, from the one after `skip` on."""
+    """Yield records, shuffled in windows, without the first `skip`."""
     for number in count():
         window = _window(records)
         if not window:
@@ -167,24 +175,24 @@ def _shuffled(records: Iterator[Any], seeds: tuple[int, ...] | None, skip: int) 
 
 
 def _window(records: Iterator[Any]) -> list[Any]:
-    """The next records: so many, or so many bytes of them."""
+    """The next records, up to WINDOW of them or WINDOW_BYTES."""
     window: list[Any] = []
     size = 0
     for record in islice(records, WINDOW):
         window.append(record)
-        size += sum(map(len, record.files.values())) if isinstance(record, Record) else 0
+        size += sum(map(len, record.files.values())) if isinstance(record, ShardRecord) else 0
         if size >= WINDOW_BYTES:
             break
     return window
 
 
 def _ended(stream: Any, url: str) -> bool:
-    """Whether all entries were read; a tar that is damaged in the middle, or cut between two entries, looks complete.
+    """Whether a tar was read to its end. One that is damaged, or cut between two entries, looks complete to tarfile.
 
-    Only zeros follow the last entry, at least a block of them; an uncompressed file shows that.
+    The last entry must be followed by zeros only, at least a block of them. Checked for uncompressed local files.
     """
     rest = False
-    while block := stream.read(1 << 16):  # to its end in any case: a command should not die of a closed pipe
+    while block := stream.read(1 << 16):  # always read to the end: a closed pipe would kill the command
         rest |= bool(block.strip(b"\0"))
     if not url.endswith(".tar") or scheme(url):
         return True
@@ -194,7 +202,7 @@ def _ended(stream: Any, url: str) -> bool:
 
 
 def _opened(url: str) -> Any:
-    """Paths are opened here: webdataset has its own idea of what an address is, and starts programs for them."""
+    """Open a shard. Paths never reach webdataset, which would take some for URLs and start programs."""
     return need("webdataset").gopen(url) if scheme(url) else Path(url).open("rb")
 
 
@@ -203,20 +211,21 @@ def _text(data: bytes, key: str) -> str:
 
 
 def is_shards(name: str) -> bool:
+    """Whether a data name means shards: `pipe:...` or a tar file."""
     return name.startswith("pipe:") or re.search(r"\.(tar|tgz|tar\.\w+)$", name) is not None
 
 
 def _matches(pattern: str) -> list[str]:
-    """The files that are there. One that is called `pipe:x.tar` stays a file."""
+    """Files that match a pattern. A file called `pipe:x.tar` stays a file."""
     return [f"./{path}" if scheme(path) else path for path in sorted(glob(pattern))]  # noqa: PTH207
 
 
 def expand(names: str) -> list[str]:
-    """Shard names: several patterns are separated by `::`, braces give ranges, `*` what is there."""
+    """Expand a pattern to the names of shards; see `Shards`."""
     braces = need("braceexpand").braceexpand
     try:
         urls = list(islice((url for pattern in names.split("::") for url in braces(pattern)), MOST + 1))
-    except ValueError as error:  # a brace that is not closed
+    except ValueError as error:  # an unclosed brace
         remedy = "Write a range such as shards/{00000..00099}.tar."
         bad_value("shards", expected="names with closed braces", got=f"{str(names)!r} ({error})", remedy=remedy)
     if len(urls) > MOST:
@@ -227,5 +236,5 @@ def expand(names: str) -> list[str]:
     if local and not any(found.values()):
         remedy = "Check the path and the range, such as shards/{00000..00099}.tar."
         bad_value("shards", expected="tar files", got=f"none of {len(local)}, first {local[0]!r}", remedy=remedy)
-    # One that is missing among others is kept: it is reported as a broken sample when its turn comes.
+    # If only some are missing, they are kept: each is reported as a broken sample when its turn comes.
     return [each for url in urls for each in (found.get(url) or [url])]

@@ -1,10 +1,10 @@
-"""Tables of pairs: CSV, TSV and JSON lines. (Parquet is read by `hub`.)
+"""Tables of pairs: CSV, TSV and JSON lines. (`hub` reads Parquet.)
 
-    Table(Path("pairs.csv"), "train")[0]      # columns image and caption, pictures relative to pairs.csv
+    Table(Path("pairs.csv"), "train")[0]      # columns image and caption, image paths relative to pairs.csv
 
-A line that cannot be read (too few fields, damaged JSON, another encoding, a quote that is not closed) is a broken
-sample; a table that cannot be read at all (no such column, no rows) is an error at once. All rows are kept in memory:
-tens of millions of pairs want Parquet or shards.
+A line that cannot be read (too few fields, damaged JSON, another encoding, an unclosed quote) is a broken sample. A
+table that cannot be read at all (no such column, no rows) raises immediately. All rows are kept in memory: use Parquet
+or shards for tens of millions of pairs.
 """
 
 import codecs
@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias
 
-from contratile.data.columns import Columns, LeftKind, choose
+from contratile.data.columns import Columns, LeftKind, choose_columns
 from contratile.data.csv_rows import OPEN_QUOTE, csv_rows
 from contratile.data.sample import Broken, Sample, Split, in_split
 from contratile.errors import bad_value
@@ -24,11 +24,24 @@ Row: TypeAlias = dict[str, Any]
 SUFFIXES = (".csv", ".tsv", ".jsonl")
 
 MAX_LINE = 1 << 24
-"""Characters of a line that are read; with its end missing, such a row is a broken sample."""
+"""Maximum characters of a line; the rest is skipped, which makes the row a broken sample."""
 
 
 class Table:
-    """The pairs of one split of a table; indexed. With `root`, pictures are looked for there and nowhere else."""
+    """An indexed source: the pairs of one split of a table.
+
+    Args:
+        file: A .csv, .tsv or .jsonl file in UTF-8 (or UTF-16 with a byte-order mark).
+        split: "train" or "test".
+        left: Column of the image or first text; empty: found by common names.
+        right: Column of the caption or second text, likewise.
+        left_kind: What the left column holds; "auto": inferred from the first row.
+        root: Folder of the images, which paths must not leave; None: paths are relative to the table.
+        test_share: Share of the pairs in the test split; None: both splits are the whole table.
+
+    Raises:
+        ValueError: The file does not exist, or has no such columns or no usable row.
+    """
 
     def __init__(
         self,
@@ -49,8 +62,8 @@ class Table:
         first = head[-1][1] if head else None
         if first is None or isinstance(first, Broken):
             got = f"{len(head)} broken ones, first {head[0][1]}" if head else "an empty table"
-            bad_value(str(file), expected="rows of pairs", got=got, remedy="Look at the file; it has to be UTF-8.")
-        self.columns: Columns = choose(
+            bad_value(str(file), expected="rows of pairs", got=got, remedy="Check the file; it must be UTF-8.")
+        self.columns: Columns = choose_columns(
             first,
             what=file.name,
             left=left,
@@ -70,7 +83,7 @@ class Table:
                 self._rows.append((key, row if isinstance(row, Broken) else {name: row.get(name) for name in used}))
         if quotes:
             others = f" ({len(quotes) - 1:,} more like it)" if len(quotes) > 1 else ""
-            warnings.warn(f"{quotes[0]}: {OPEN_QUOTE}; that row is left out{others}", stacklevel=2)
+            warnings.warn(f"{quotes[0]}: {OPEN_QUOTE}; that row is skipped{others}", stacklevel=2)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -93,24 +106,24 @@ def _to_first_usable(rows: Iterator[tuple[str, Row | Broken]]) -> Iterator[tuple
 
 
 def _encoding(file: Path) -> str:
-    """As the byte-order mark says, else UTF-8."""
+    """The encoding named by the byte-order mark, else UTF-8."""
     with file.open("rb") as opened:
         mark = opened.read(2)
     return "utf-16" if mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
 
 
 def _csv(file: Path) -> Iterator[tuple[str, Row | Broken]]:
-    """Keys and rows. Bytes that are not UTF-8 come through as surrogates, which `usable_text` refuses."""
+    """Yield keys and rows. Bytes that are not UTF-8 become surrogates, which `usable_text` refuses."""
     with file.open(encoding=_encoding(file), errors="surrogateescape", newline="") as opened:
         head = opened.readline(MAX_LINE)
         opened.seek(0)
-        # Many a .csv is separated by tabs or semicolons; the head tells.
+        # Some .csv files are separated by tabs or semicolons; the header shows it.
         separator = "\t" if file.suffix.lower() == ".tsv" else max(",\t;", key=head.count)
         rows = csv_rows(_lines(opened), separator)
         line, names = next(rows, (1, []))
         if isinstance(names, str):
-            remedy = "Look at the first line: it holds the names of the columns."
-            bad_value(f"{file}, line {line}", expected="the head of a table", got=names, remedy=remedy)
+            remedy = "The first line must hold the names of the columns."
+            bad_value(f"{file}, line {line}", expected="the header of a table", got=names, remedy=remedy)
         for line, row in rows:
             key = f"{file.name}:{line}"
             if isinstance(row, str):
@@ -122,7 +135,7 @@ def _csv(file: Path) -> Iterator[tuple[str, Row | Broken]]:
 
 
 def _lines(opened: TextIO) -> Iterator[str]:
-    """The lines of a file, the end of a longer one left out: one without a line break must not fill the memory."""
+    """Yield the lines of a file, truncated to MAX_LINE: a file without line breaks must not fill the memory."""
     while line := opened.readline(MAX_LINE):
         yield line
         while len(line) == MAX_LINE and not line.endswith("\n"):

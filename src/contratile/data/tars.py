@@ -1,11 +1,11 @@
-"""The samples of a tar, read in sequence and with distrust.
+"""Reads the samples of an untrusted tar file in sequence.
 
     for key, files in grouped(stream, {"jpg": 1 << 26, "txt": 1 << 19}):
-        ...                      # files: contents by ending, or a text that says what is wrong with the sample
+        ...                      # files: contents by extension, or a message if the sample cannot be used
 
-Files that follow each other and share a name up to its first point are one sample, as in webdataset. A few bytes can
-claim gigabytes: in the size of a sparse file, in a header, or by compression. So only files with the endings asked for
-are read, each up to its limit, sizes are looked at before, and compressed tars are unpacked piece by piece.
+Consecutive files whose names are equal up to the first dot are one sample, as in webdataset. A few bytes of a tar can
+claim gigabytes, through sparse files, long headers or compression. So only files with requested extensions are read,
+sizes are checked first, and compressed tars are decompressed in pieces.
 """
 
 import bz2
@@ -18,32 +18,32 @@ from importlib import import_module
 from typing import Any, Protocol
 
 MAX_HEADER = 1 << 16
-"""Bytes of a member's extended header: a long name and attributes fit in."""
+"""Maximum bytes of a member's extended header; enough for a long name and attributes."""
 
 _META = re.compile(r"__[^/]*__($|/)")
 
 
 class Readable(Protocol):
-    """What a shard is read from: a file, or the output of a command."""
+    """A file, or the output of a command."""
 
     def read(self, size: int, /) -> bytes: ...
 
 
 def grouped(stream: Readable, limits: Mapping[str, int]) -> Iterator[tuple[str, dict[str, bytes] | str]]:
-    """The samples of a tar, compressed or not.
+    """Read the samples of a tar, compressed or not.
 
     Args:
-        stream: Of the tar's bytes.
-        limits: How many bytes a file may have, by its ending in lower case; others are passed over.
+        stream: The tar's bytes.
+        limits: Maximum bytes of a file by its extension in lower case. Files with other extensions are skipped.
 
     Yields:
-        The sample's key, and its files by their endings; or what is wrong with one of them.
+        The sample's key, with its files by extension, or with a message if one of them cannot be used.
     """
     key: str | None = None
     files: dict[str, bytes] | str = {}
     with tarfile.open(fileobj=_unpacked(stream), mode="r|", tarinfo=_Member) as tar:
         while (member := tar.next()) is not None:
-            tar.members = []  # type: ignore[attr-defined]  # else it keeps the headers of all
+            tar.members = []  # type: ignore[attr-defined]  # otherwise it keeps all headers
             folder, slash, name = member.name.rpartition("/")
             stem, _, ending = name.partition(".")
             if not stem or not ending or not member.isreg() or _META.match(member.name):
@@ -66,9 +66,9 @@ def grouped(stream: Readable, limits: Mapping[str, int]) -> Iterator[tuple[str, 
 
 
 def _problem(member: tarfile.TarInfo, limit: int, *, known: bool) -> str:
-    """Why a file is not read, if it is not."""
+    """Why a file must not be read; empty if it may."""
     if known:
-        return "two files of one name in the tar"
+        return "two files with the same name in the tar"
     if member.sparse is not None:
         return "a sparse file in the tar"
     if not 0 <= member.size <= limit:
@@ -78,7 +78,7 @@ def _problem(member: tarfile.TarInfo, limit: int, *, known: bool) -> str:
 
 
 class _Member(tarfile.TarInfo):
-    """A header that is not read into memory before its size was looked at."""
+    """A header whose size is checked before it is read into memory."""
 
     def _proc_member(self, tar: tarfile.TarFile) -> Any:
         long = self.type in (
@@ -114,11 +114,12 @@ _FORMATS: dict[bytes, Callable[[Any], Any]] = {
     b"\xfd7zXZ\0": lzma.LZMAFile,
     b"\x28\xb5\x2f\xfd": _zstandard,
 }
-"""By their first bytes. These unpack as much as is asked for; the tar module itself would unpack 10 KB to 10 GB."""
+"""Compression formats by their first bytes. These classes decompress only what is read; tarfile would expand 10 KB to
+10 GB at once."""
 
 
 class _Peeked:
-    """A stream whose first bytes were read before."""
+    """A stream whose first bytes have already been read."""
 
     def __init__(self, head: bytes, stream: Readable) -> None:
         self._head, self._stream = head, stream

@@ -1,12 +1,12 @@
-"""WordNet's words and their definitions: some 200,000 text pairs.
+"""WordNet's words and their definitions: about 200,000 text pairs.
 
     WordNet("train")[0]      # "able", "having the necessary means or skill or know-how or authority to do something"
 
-It is read from an installed WordNet (Debian's wordnet-base), from NLTK's copy, or from a folder with the files
+They are read from an installed WordNet (Debian's wordnet-base), from NLTK's copy, or from a folder with the files
 data.noun, data.verb, data.adj and data.adv.
 
-Held out are definitions: the test split has those whose hash falls in the share, each with one word, and no word twice,
-so that every question has one answer. Training has neither a test definition nor a test word, in whatever sense.
+The test split holds out definitions by hash, each with one word and no word twice, so that every query has one answer.
+Training contains neither a test definition nor a test word in any sense.
 """
 
 import os
@@ -22,7 +22,16 @@ PARTS = ("noun", "verb", "adj", "adv")
 
 
 class WordNet:
-    """Word-definition pairs of one split; indexed."""
+    """An indexed source: the word-definition pairs of one split.
+
+    Args:
+        split: "train" or "test".
+        folder: Folder of WordNet's data files; None: search the usual places.
+        test_share: Share of the definitions in the test split; None: both splits have all pairs.
+
+    Raises:
+        ValueError: WordNet is not installed, or its files are damaged.
+    """
 
     kinds: Kinds = ("text", "text")
     sides = ("word", "definition")
@@ -48,7 +57,7 @@ class WordNet:
 
 
 def _one_answer_each(pairs: list[Sample]) -> list[Sample]:
-    """The pairs whose word and definition did not come before."""
+    """Keep only pairs whose word and definition did not occur before."""
     words: set[str | object] = set()
     definitions: set[str] = set()
     kept = []
@@ -61,7 +70,7 @@ def _one_answer_each(pairs: list[Sample]) -> list[Sample]:
 
 
 def read(folder: Path) -> Iterator[Sample]:
-    """Every word of every synset with the definition, in the order of the files."""
+    """Yield every word of every synset with its definition, in the order of the files."""
     for part in PARTS:
         file = folder / f"data.{part}"
         with file.open(encoding="latin-1") as lines:
@@ -71,7 +80,7 @@ def read(folder: Path) -> Iterator[Sample]:
                 try:
                     yield from _pairs_of(line, part)
                 except (ValueError, IndexError):
-                    remedy = "Install it again, or give the folder of an intact WordNet: wordnet:FOLDER."
+                    remedy = "Reinstall it, or name the folder of an intact WordNet: wordnet:FOLDER."
                     got = f"line {number}: {line[:40].rstrip()!r}"
                     bad_value(str(file), expected="synsets in WordNet's data format", got=got, remedy=remedy)
 
@@ -80,7 +89,7 @@ def _pairs_of(line: str, part: str) -> list[Sample]:
     head, gloss = line.split(" | ", 1)
     fields = head.split(" ")
     words = fields[4::2][: int(fields[3], 16)]
-    # Examples follow the definition in quotes; "(a)" and the like mark where an adjective may stand.
+    # Examples follow the definition in quotes; "(a)", "(p)" and "(ip)" mark the position of adjectives.
     definition = re.split(r';\s*"', gloss, maxsplit=1)[0].strip()
     if not words or not definition:
         raise ValueError("a synset without words or definition")
@@ -89,7 +98,14 @@ def _pairs_of(line: str, part: str) -> list[Sample]:
 
 
 def find(folder: Path | None) -> Path:
-    """Where the data files are."""
+    """The folder of WordNet's data files.
+
+    Args:
+        folder: Where to look; None: environment variables and the usual places.
+
+    Raises:
+        ValueError: They are not there.
+    """
     if folder is not None:
         places = [folder / below for below in ("", "dict", "usr/share/wordnet")]
     else:

@@ -1,12 +1,11 @@
-"""Processes that help another one, and end with it: a signal to the whole group is for their parent to answer.
+"""Worker processes that ignore signals to the process group and end with their parent.
 
     with shielded():
-        start_processes()                     # what is started here never receives SIGINT or SIGTERM by itself
-    DataLoader(..., worker_init_fn=follow)    # and these end when their parent ends, or asks them to
+        start_processes()                     # they do not receive SIGINT and SIGTERM
+    DataLoader(..., worker_init_fn=follow)    # they end when their parent ends or terminates them
 
-Ctrl-C and many schedulers signal every process of a run at once. The parent then writes a checkpoint and needs
-its workers alive. A blocked signal stays blocked in a new program, so there is no moment at which a worker that is
-still starting could be hit.
+Ctrl-C and many schedulers signal every process of a run at once. The parent then writes a checkpoint, for which it
+needs its workers. Blocked signals are inherited, so that a worker is protected from its first moment on.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ from contextlib import contextmanager
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 DIED = (
-    "loader: expected its workers to run, got one that died. Out of memory, perhaps: lower --workers or --chunk. "
-    "The run goes on from its last checkpoint."
+    "loader: expected running workers, got one that died, perhaps out of memory. Lower --workers or --chunk. "
+    "The run can be resumed from its last checkpoint."
 )
 _PAUSE = 0.5
-"""Seconds between looks at the parent."""
+"""Seconds between checks of the parent."""
 
 
 @contextmanager
 def shielded() -> Iterator[None]:
-    """Processes that this thread starts meanwhile inherit that SIGINT and SIGTERM are blocked.
+    """Context in which new processes start with SIGINT and SIGTERM blocked.
 
-    This process loses none: they are delivered afterwards, or to another thread.
+    This process loses no signal: they are delivered afterwards, or to another thread.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
     from multiprocessing import resource_tracker
 
-    resource_tracker.ensure_running()  # started with the first worker, it would unblock them on its way
+    resource_tracker.ensure_running()  # if it starts with the first worker, it unblocks the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -48,15 +47,15 @@ def shielded() -> Iterator[None]:
 
 
 def follow(worker: int) -> None:
-    """In a worker that was started shielded: end when the parent does, or sends SIGTERM; answer no other signals."""
+    """In a worker that was started shielded: end when the parent ends or sends SIGTERM, and ignore other signals."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     waits = hasattr(signal, "sigtimedwait")
-    if not waits and hasattr(os, "setsid"):  # macOS: out of the group instead, and torch's handler answers the parent
+    if not waits and hasattr(os, "setsid"):  # macOS: leave the group; torch's handler reacts to the parent
         os.setsid()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker has one"
-    # Its number as it was at the start: by now it may be gone, and `getppid` another one's.
+    # Not getppid(): if the parent has ended meanwhile, that is another process.
     threading.Thread(target=_watch, args=(parent.pid, waits), daemon=True).start()
 
 
@@ -68,9 +67,9 @@ def _watch(parent: int, waits: bool) -> None:
         asked = signal.sigtimedwait((signal.SIGTERM,), _PAUSE)
         if asked is not None and asked.si_pid == parent:
             break
-    os._exit(0)  # not by an exception: the worker may be in the middle of anything
+    os._exit(0)  # not an exception: this is not the worker's main thread
 
 
 def is_death(error: BaseException) -> bool:
-    """Whether torch says that a worker died. It may say so anywhere: a signal tells it."""
+    """Whether this is torch's error for a dead worker. A signal handler raises it, so it can occur anywhere."""
     return str(error).startswith("DataLoader worker (pid")

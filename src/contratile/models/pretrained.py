@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from contratile.data.hub_names import absent, found_at_hub
+from contratile.data.hub_names import found_at_hub, why_not_found
 from contratile.errors import bad_value
 
 OWN = ("sentence_transformers.", "torch.nn.")
@@ -59,7 +59,7 @@ def readable(what: str, *, missing: str = "") -> Iterator[None]:
                 bad_value(what, expected="weights", got="a pickle that holds more than weights", remedy=remedy)
             if missing and isinstance(error, OSError):
                 remedy = "Check the name, the path and the network."
-                bad_value(what, expected="a folder or a model of the hub", got=absent(missing), remedy=remedy)
+                bad_value(what, expected="a folder or a model of the hub", got=why_not_found(missing), remedy=remedy)
             remedy = "Check its name and files; CONTRATILE_DEBUG=1 shows where it failed."
             bad_value(what, expected="a model that can be loaded", got=first_line(error), remedy=remedy)
         except ValueError as told:
