@@ -255,7 +255,7 @@ def test_what_is_set_is_refused_as_what_is_given(theirs: ModuleType, name: str) 
 
     loss, half = getattr(losses, name)(Scored()), partial(util.cos_sim, torch.ones(1))
     for bad in (util.manhattan_sim, util.pairwise_cos_sim, half, lambda a, b: a @ b.T, "cosine"):
-        with pytest.raises(TypeError, match=r"similarity_fct: expected .*, got .*: pass one of the two, or keep"):
+        with pytest.raises(TypeError, match=r"similarity_fct: expected .*, got .*: pass one of the two, or use"):
             loss.similarity_fct = bad
         assert loss.similarity_fct is util.cos_sim
     others = {"directions": ("query_to_doc", "doc_to_doc"), "partition_mode": "both", "hardness_mode": "easy"}

@@ -1,0 +1,223 @@
+"""Ranking losses for batches whose activations do not fit into memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from contratile.errors import bad_value, check_count
+from contratile.grad_cache import GradCache
+from contratile.grad_cache.chunks import cut
+from contratile.grad_cache.offload import Offload
+from contratile.integrations.sentence_transformers.citations import GRAD_CACHE
+from contratile.integrations.sentence_transformers.options import OTHERWISE, Direction, Similarity
+from contratile.integrations.sentence_transformers.ranking import MultipleNegativesRankingLoss
+
+_FLAT = {
+    "cu_seq_lens_q": f"Load the model without input flattening, {OTHERWISE}",
+    "offsets": "StaticEmbedding models have no activations to save: use MultipleNegativesRankingLoss.",
+}
+"""Inputs that cannot be cut into mini-batches, by a key that they contain, with the remedy."""
+
+
+class CachedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
+    """Replaces `sentence_transformers.losses.CachedMultipleNegativesRankingLoss`: batches of any size.
+
+    The same loss as `MultipleNegativesRankingLoss`, with `contratile.GradCache` over mini-batches of texts: memory does
+    not grow with the batch, for a second forward pass. `forward` runs its first two phases and `backward()` the third,
+    so trainers use it like any other loss; `backward()` may be called once. Mini-batches are cut as in the package.
+
+    Requirements: as for `MultipleNegativesRankingLoss`. Flattened inputs and StaticEmbedding models are not supported.
+
+    Relations:
+        - `MultipleNegativesRankingLoss` is faster if the whole batch fits into memory.
+        - `CachedMultipleNegativesSymmetricRankingLoss` averages both directions.
+
+    Args:
+        mini_batch_size: Texts to encode at a time. Affects memory and speed, not the result.
+        mini_batch_num_tokens: Tokens to encode at a time instead (sentence-transformers 6).
+        show_progress_bar: Draw a progress bar (needs rich).
+        offload: Where tokenized mini-batches are kept until the second pass: "none", "host" or "disk".
+        model, scale, ...: The other arguments are those of `MultipleNegativesRankingLoss`.
+
+    Raises:
+        ValueError: An option is invalid or not supported.
+
+    Example:
+        >>> loss = CachedMultipleNegativesRankingLoss(model, mini_batch_size=64)           # doctest: +SKIP
+        >>> SentenceTransformerTrainer(model, train_dataset=pairs, loss=loss).train()      # doctest: +SKIP
+    """
+
+    uses_gradient_cache = True
+    """Read by the package's MatryoshkaLoss, which then wraps `calculate_loss`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scale: float = 20.0,
+        similarity_fct: Similarity | None = None,
+        mini_batch_size: int = 32,
+        mini_batch_num_tokens: int | None = None,
+        gather_across_devices: bool = False,
+        directions: tuple[Direction, ...] = ("query_to_doc",),
+        partition_mode: Literal["joint", "per_direction"] = "joint",
+        show_progress_bar: bool = False,
+        hardness_mode: str | None = None,
+        hardness_strength: float = 0.0,
+        *,
+        margin: float | None = None,
+        tile: int | None = None,
+        cache_bytes: int = 0,
+        offload: Offload = "none",
+    ) -> None:
+        super().__init__(
+            model,
+            scale,
+            similarity_fct,
+            gather_across_devices,
+            directions,
+            partition_mode,
+            hardness_mode,
+            hardness_strength,
+            margin=margin,
+            tile=tile,
+            cache_bytes=cache_bytes,
+        )
+        check_count("mini_batch_size", mini_batch_size, least=1)
+        if mini_batch_num_tokens is not None:
+            check_count("mini_batch_num_tokens", mini_batch_num_tokens, least=1)
+        self.mini_batch_size = mini_batch_size
+        self.mini_batch_num_tokens = mini_batch_num_tokens
+        self.show_progress_bar = show_progress_bar
+        self.offload = offload
+
+    @property
+    def loss(self) -> MultipleNegativesRankingLoss:
+        """In the package, the options are attributes of an inner loss; here the loss itself has them."""
+        return self
+
+    def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
+        """Encode the columns and compute the loss and the gradients of the embeddings.
+
+        Args:
+            sentence_features: Tokenized columns: anchors, positives, then any number of negatives.
+            labels: Not used.
+
+        Returns:
+            A loss whose `backward()` computes the gradients of the model.
+        """
+        cache = GradCache(
+            _Embedding(self.model),
+            self.compute_loss_from_embeddings,
+            chunk_size=sys.maxsize,  # inputs are cut into mini-batches below
+            offload=self.offload,
+            progress="bar" if self.show_progress_bar else None,
+        )
+        encoded = cache.encode(*(self._mini_batches(features) for features in sentence_features))
+        columns = [[x] for x in encoded.features]
+        if not torch.is_grad_enabled():
+            with encoded:
+                return self.calculate_loss(columns, labels)
+        loss = self.calculate_loss(columns, labels, with_backward=True).requires_grad_()
+        loss.register_hook(partial(cache.backward, encoded))  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        return loss
+
+    def calculate_loss(
+        self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
+    ) -> Tensor:
+        """Compute the loss of embeddings, and optionally their gradients. The package's wrappers call it.
+
+        Args:
+            reps: A list of mini-batches of embeddings for each column.
+            labels: Not used.
+            with_backward: Also backpropagate to the embeddings, and return the detached loss.
+        """
+        loss = self.compute_loss_from_embeddings([torch.cat(x) if len(x) > 1 else x[0] for x in reps], labels)
+        if not with_backward:
+            return loss
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        return loss.detach()
+
+    def _mini_batches(self, features: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """Cut with the package's own functions, so that dropout draws the same masks; plain slices without them."""
+        for name, remedy in _FLAT.items():
+            if name in features:
+                got = f"flattened ones with {name}"
+                bad_value("sentence_features", expected="padded inputs", got=got, remedy=remedy)
+        package = sys.modules.get("sentence_transformers.base.losses.gradcache")
+        if package is not None and hasattr(package, "_minibatch_ranges") and hasattr(package, "_create_minibatch"):
+            ranges = package._minibatch_ranges(features, self.mini_batch_size, self.mini_batch_num_tokens)
+            return (package._create_minibatch(features, begin, end) for begin, end in ranges)
+        if self.mini_batch_num_tokens is not None:
+            tokens, remedy = self.mini_batch_num_tokens, "Install sentence-transformers 6, or pass mini_batch_size=."
+            bad_value("mini_batch_num_tokens", expected="None with this version", got=tokens, remedy=remedy)
+        return cut(features, self.mini_batch_size, "sentence_features")
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """Options for the model card."""
+        sizes = {"mini_batch_size": self.mini_batch_size, "mini_batch_num_tokens": self.mini_batch_num_tokens}
+        return {**super().get_config_dict(), **sizes}
+
+    @property
+    def citation(self) -> str:
+        """BibTeX for the model card."""
+        return GRAD_CACHE
+
+
+class CachedMultipleNegativesSymmetricRankingLoss(CachedMultipleNegativesRankingLoss):
+    """Replaces `sentence_transformers.losses.CachedMultipleNegativesSymmetricRankingLoss`: the mean of both directions.
+
+    Same as `CachedMultipleNegativesRankingLoss(model, directions=("query_to_doc", "doc_to_query"),
+    partition_mode="per_direction")`; see there for requirements and arguments.
+
+    Example:
+        >>> loss = CachedMultipleNegativesSymmetricRankingLoss(model, mini_batch_size=64)   # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scale: float = 20.0,
+        similarity_fct: Similarity | None = None,
+        mini_batch_size: int = 32,
+        mini_batch_num_tokens: int | None = None,
+        gather_across_devices: bool = False,
+        show_progress_bar: bool = False,
+        *,
+        margin: float | None = None,
+        tile: int | None = None,
+        cache_bytes: int = 0,
+        offload: Offload = "none",
+    ) -> None:
+        super().__init__(
+            model,
+            scale,
+            similarity_fct,
+            mini_batch_size,
+            mini_batch_num_tokens,
+            gather_across_devices=gather_across_devices,
+            directions=("query_to_doc", "doc_to_query"),
+            partition_mode="per_direction",
+            show_progress_bar=show_progress_bar,
+            margin=margin,
+            tile=tile,
+            cache_bytes=cache_bytes,
+            offload=offload,
+        )
+
+
+class _Embedding(nn.Module):
+    """A SentenceTransformer as an encoder: takes keyword arguments, returns embeddings."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **features: Any) -> Tensor:
+        embedding: Tensor = self.model(features)["sentence_embedding"]
+        return embedding

@@ -1,0 +1,36 @@
+"""BibTeX entries that model cards of sentence-transformers list for the losses."""
+
+CPC = """
+@misc{oord2019representationlearningcontrastivepredictive,
+      title={Representation Learning with Contrastive Predictive Coding},
+      author={Aaron van den Oord and Yazhe Li and Oriol Vinyals},
+      year={2019},
+      eprint={1807.03748},
+      archivePrefix={arXiv},
+      primaryClass={cs.LG},
+      url={https://arxiv.org/abs/1807.03748},
+}
+"""
+
+JINA = """
+@misc{günther2024jinaembeddings28192token,
+      title={Jina Embeddings 2: 8192-Token General-Purpose Text Embeddings for Long Documents},
+      author={Michael Günther and Jackmin Ong and Isabelle Mohr and others},
+      year={2024},
+      eprint={2310.19923},
+      archivePrefix={arXiv},
+      primaryClass={cs.CL},
+      url={https://arxiv.org/abs/2310.19923},
+}
+"""
+
+GRAD_CACHE = """
+@misc{gao2021scaling,
+      title={Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup},
+      author={Luyu Gao and Yunyi Zhang and Jiawei Han and Jamie Callan},
+      year={2021},
+      eprint={2101.06983},
+      archivePrefix={arXiv},
+      primaryClass={cs.LG},
+}
+"""
