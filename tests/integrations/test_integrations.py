@@ -517,7 +517,7 @@ def test_lightly_refusals() -> None:
     loss: Any = lightly.NTXentLoss(memory_bank_size=(10, D))
     with pytest.raises(ValueError, match="temperature: expected at least 1e-8, got 0"):
         loss.temperature = 0.0
-    told = r"cross_entropy: expected nn.CrossEntropyLoss\(\) as it is, got CrossEntropyLoss with .*0.1.*info_nce"
+    told = r"cross_entropy: expected a plain nn.CrossEntropyLoss\(\), got CrossEntropyLoss with .*0.1.*info_nce"
     with pytest.raises(ValueError, match=told):
         loss.cross_entropy = nn.CrossEntropyLoss(label_smoothing=0.1)
     assert loss.temperature == 0.5 and loss.eps == 1e-8 and loss.cross_entropy.reduction == "mean"
@@ -690,7 +690,7 @@ def test_metric_learning_refusals() -> None:
             three: dict[str, Any] = {"labels": labels, "ref_emb": ref, "ref_labels": labels.clone()}
             with pytest.raises(TypeError, match=f"{name}: expected an integer tensor, got list"):
                 loss(embeddings, **{**three, name: labels.tolist()})
-        with pytest.raises(ValueError, match=r"ref_labels: expected a tensor of its own, .* pass ref_labels.clone\(\)"):
+        with pytest.raises(ValueError, match=r"ref_labels: expected another tensor than labels, .* ref_labels.clone\(\)"):
             loss(embeddings, labels, ref_emb=ref, ref_labels=labels)
         torch.testing.assert_close(
             loss(embeddings, labels, ref_emb=embeddings, ref_labels=labels), loss(embeddings, labels)

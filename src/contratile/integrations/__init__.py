@@ -1,1 +1,1 @@
-"""Contratile's losses with the calls of other packages: change an import."""
+"""Drop-in replacements for the losses of other packages: change an import. The packages are not imported."""

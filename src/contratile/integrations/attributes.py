@@ -1,7 +1,7 @@
-"""Options as attributes: other packages' users read them, and set them after the loss was made.
+"""Options as attributes, which users of other packages read and set after construction.
 
-A loss here keeps its package's attributes. Each is checked when it is set, by the constructor or later, so that one
-that cannot be honoured is refused and never ignored.
+The losses here keep the attributes of their package. Each is checked whenever it is set, by the constructor or later,
+so that an unsupported value raises instead of being ignored.
 """
 
 from typing import Any
@@ -10,10 +10,10 @@ from torch import nn
 
 
 class CheckedModule(nn.Module):
-    """A module that looks at its options whenever they are set."""
+    """A module that checks its options whenever they are set."""
 
     def check_option(self, name: str, value: Any) -> Any:
-        """The value to store, or an error. Other attributes may not be there yet: the constructor sets them in turn."""
+        """Return the value to store, or raise. Attributes that the constructor sets later may not exist yet."""
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -1,11 +1,11 @@
-"""The calls of `inf_cl`, the package of the Inf-CL paper: its users change an import.
+"""Losses of `inf_cl`, the package of the Inf-CL paper. Change an import:
 
     from contratile.integrations.inf_cl import cal_inf_loss      # was: from inf_cl import cal_inf_loss
     loss = (cal_inf_loss(image, text, scale=scale) + cal_inf_loss(text, image, scale=scale)) / 2
 
-Values are the package's. So are the gradients of features; that of the scale, which there is world_size times too
-large under DDP, is right. Features of any width, on any device, contiguous or not, on one process or many. Both
-directions at once, at half the work, are `contratile.clip_loss(image, text, scale)`.
+Values and gradients of features are those of the package. The gradient of the scale is correct under DDP, where the
+package's is world_size times too large. Features may have any width, device and memory layout; one process is enough.
+`contratile.clip_loss(image, text, scale)` computes both directions at once, for half the work.
 """
 
 from torch import Tensor
@@ -16,9 +16,23 @@ from contratile.losses.functional import info_nce
 def cal_inf_loss(
     q: Tensor, k: Tensor, labels: Tensor | None = None, scale: Tensor | float | None = None, head_dim: int = 256
 ) -> Tensor:
-    """The mean InfoNCE loss of this rank's queries against the keys of all ranks; `labels` index this rank's keys.
+    """Replaces `inf_cl.cal_inf_loss`: the mean InfoNCE loss of this rank's queries against the keys of all ranks.
 
-    `head_dim` is accepted and has no meaning: any number of features will do.
+    Args:
+        q: Queries [N, D] of this rank.
+        k: Keys [M, D] of this rank.
+        labels: Index of each query's positive among this rank's keys; None: the same row.
+        scale: Multiplies the scores; None: 1.
+        head_dim: Ignored: any number of features is supported.
+
+    Returns:
+        A scalar, the mean over this rank's queries.
+
+    Example:
+        >>> import torch
+        >>> x = torch.eye(4)
+        >>> cal_inf_loss(x, x, scale=10.0)
+        tensor(0.0001)
     """
     return info_nce(q, k, _scale(scale), labels=labels)
 
@@ -26,14 +40,17 @@ def cal_inf_loss(
 def cal_ring_loss(
     q: Tensor, k: Tensor, labels: Tensor | None = None, scale: Tensor | float | None = None, head_dim: int = 256
 ) -> Tensor:
-    """The same as `cal_inf_loss`: in the package they differ in what computes a block."""
+    """Replaces `inf_cl.cal_ring_loss`. Same as `cal_inf_loss`: in the package they differ only in their kernels."""
     return info_nce(q, k, _scale(scale), labels=labels)
 
 
 def cal_flash_loss(
     q: Tensor, k: Tensor, labels: Tensor | None = None, scale: Tensor | float | None = None, head_dim: int = 256
 ) -> Tensor:
-    """One loss per query [B], against the keys of this process alone."""
+    """Replaces `inf_cl.cal_flash_loss`: one loss per query [N], against the keys of this process alone.
+
+    Arguments are those of `cal_inf_loss`.
+    """
     return info_nce(q, k, _scale(scale), labels=labels, group=None, reduction="none")
 
 

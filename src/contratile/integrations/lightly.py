@@ -1,9 +1,7 @@
-"""lightly's `NTXentLoss`: the same constructor, call and values, in linear memory.
+"""lightly's `NTXentLoss` in linear memory. Change an import:
 
 from contratile.integrations.lightly import NTXentLoss       # was: from lightly.loss import NTXentLoss
 loss = NTXentLoss(temperature=0.5, gather_distributed=True)(out0, out1)
-
-Losses of 16-bit views are fp32; lightly's are of 16 bits.
 """
 
 from collections.abc import Sequence
@@ -21,11 +19,29 @@ from contratile.ring.team import Team
 
 
 class NTXentLoss(CheckedModule):
-    """SimCLR's loss of two views; with a memory bank, MoCo's: the bank's keys are the only negatives.
+    """Replaces `lightly.loss.NTXentLoss`: SimCLR's loss of two views, or MoCo's with a memory bank.
 
-    Views are normalised here, as lightly does. Negatives are this rank's own unless `gather_distributed`; with a bank
-    that means the keys of all ranks enter everybody's bank. The loss is fp32 (fp64 for fp64 views), also for 16-bit
-    views, where lightly's is of 16 bits.
+    The constructor, the call and the values are lightly's, without the score matrix. Views are normalised here, as in
+    lightly. With a memory bank, its keys are the only negatives. The loss is fp32 (fp64 for fp64 views), also for
+    16-bit views, where lightly returns 16 bits.
+
+    Relations: `contratile.nt_xent` is the same loss for features that are already normalised; `contratile.MemoryQueue`
+    with `contratile.info_nce` is MoCo's loss with more options.
+
+    Args:
+        temperature: Divides the cosines; at least 1e-8.
+        memory_bank_size: 0 for no bank, or (number of keys, features).
+        gather_distributed: Use the views of all ranks as negatives; with a bank, add the keys of all ranks to it.
+
+    Raises:
+        ValueError: An option is invalid, or `cross_entropy` was replaced by something else.
+
+    Example:
+        >>> import torch
+        >>> out0, out1 = torch.randn(16, 8, requires_grad=True), torch.randn(16, 8)
+        >>> NTXentLoss(temperature=0.1)(out0, out1).backward()
+        >>> out0.grad.shape
+        torch.Size([16, 8])
     """
 
     def __init__(
@@ -46,7 +62,8 @@ class NTXentLoss(CheckedModule):
         return value
 
     def forward(self, out0: Tensor, out1: Tensor) -> Tensor:
-        _check_cross_entropy(self.cross_entropy)  # its own options may have been set
+        """Compute the loss of two views [N, D] of the same examples."""
+        _check_cross_entropy(self.cross_entropy)  # its options may have been changed
         team = Team.of("auto" if self.gather_distributed else None)
         out0, out1 = F.normalize(out0, dim=1), F.normalize(out1, dim=1)
         if self.memory_bank is None:
@@ -62,19 +79,19 @@ class NTXentLoss(CheckedModule):
 
 
 def _check_cross_entropy(module: Any) -> None:
-    """lightly's is the plain mean, which is what is computed here without it."""
+    """Raise a ValueError unless it is the plain mean cross entropy, which is what the loss computes."""
     plain = nn.CrossEntropyLoss()
     options = {name: getattr(module, name, None) for name in ("reduction", "label_smoothing", "ignore_index", "weight")}
     if type(module) is not nn.CrossEntropyLoss or any(
         x is not None if name == "weight" else x != getattr(plain, name) for name, x in options.items()
     ):
         got = f"{type(module).__name__} with {options}"
-        remedy = "contratile.info_nce has reduction=, label_smoothing= and weights=; or keep lightly's own loss."
-        bad_value("cross_entropy", expected="nn.CrossEntropyLoss() as it is", got=got, remedy=remedy)
+        remedy = "contratile.info_nce has reduction=, label_smoothing= and weights=. Or use lightly's own loss."
+        bad_value("cross_entropy", expected="a plain nn.CrossEntropyLoss()", got=got, remedy=remedy)
 
 
 class _Bank(nn.Module):
-    """lightly's bank: random unit vectors at first; keys that do not fit before its end are dropped."""
+    """lightly's memory bank: initially random unit vectors. Keys that do not fit before its end are dropped."""
 
     bank: Tensor
 

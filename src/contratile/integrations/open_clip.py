@@ -1,13 +1,13 @@
-"""`ClipLoss` and `SigLipLoss` with open_clip's constructor and call, for its trainer or yours.
+"""open_clip's `ClipLoss` and `SigLipLoss` in linear memory, for its trainer or yours. Change an import:
 
     from contratile.integrations.open_clip import create_loss    # was: from open_clip import create_loss
     loss = create_loss(args)
-    train_one_epoch(model, data, loss, ...)                      # as it is, --accum-freq included
+    train_one_epoch(model, data, loss, ...)                      # unchanged, also with --accum-freq
 
-The gradients are those of the loss over the global batch, whatever `local_loss`, `gather_with_grad` and `dist_impl`
-say, in linear memory: after DDP's average they are exact. (In open_clip they are so with `gather_with_grad`; without
-it and without `local_loss` they are world_size times smaller, and with `local_loss` alone a part is missing.)
-The constructor's arguments are attributes, as there. Losses of 16-bit features are fp32; open_clip's are of 16 bits.
+After DDP's average, gradients are exactly those of the loss over the global batch, whatever `local_loss`,
+`gather_with_grad` and `dist_impl` are. (In open_clip this holds with `gather_with_grad`; without it gradients are
+world_size times smaller, and with `local_loss` alone a part of them is missing.) The constructor's arguments are also
+attributes, as in open_clip.
 """
 
 from types import ModuleType
@@ -25,11 +25,28 @@ DIST_IMPL = ("bidir", "shift", "reduce", "gather")
 
 
 class ClipLoss(CheckedModule):
-    """The symmetric loss over the pairs of all ranks.
+    """Replaces `open_clip.ClipLoss`: the symmetric loss over the pairs of all ranks.
 
-    `local_loss` decides which value a rank reports, as in open_clip: the mean over its own pairs, or over all.
-    `gather_with_grad`, `cache_labels` and `rank` are kept as attributes and not needed. The loss is fp32 (fp64 for fp64
-    features), also for 16-bit features, where open_clip returns 16 bits.
+    The loss is fp32 (fp64 for fp64 features), also for 16-bit features, where open_clip returns 16 bits.
+
+    Relations: `contratile.clip_loss` is the same loss with more options; `contratile.ClipLoss` its module.
+
+    Args:
+        local_loss: Return the mean over this rank's pairs instead of the mean over all pairs. Gradients are the same.
+        gather_with_grad: Has no effect; gradients are always complete.
+        cache_labels: Has no effect.
+        rank: Has no effect.
+        world_size: Size of the process group; 1 uses this process alone.
+        use_horovod: Must be False.
+
+    Raises:
+        ValueError: `use_horovod` is set, or `world_size` is not the size of the process group.
+
+    Example:
+        >>> import torch
+        >>> image, text = (torch.nn.functional.normalize(torch.randn(8, 4), dim=1) for _ in range(2))
+        >>> ClipLoss()(image, text, torch.tensor(14.3), output_dict=True).keys()
+        dict_keys(['contrastive_loss'])
     """
 
     def __init__(
@@ -62,22 +79,47 @@ class ClipLoss(CheckedModule):
         logit_bias: Tensor | float | None = None,
         output_dict: bool = False,
     ) -> Any:
+        """Compute the loss as open_clip's trainer calls it.
+
+        Args:
+            image_features: Normalised features [N, D].
+            text_features: Normalised features [N, D].
+            logit_scale: Multiplies the cosines.
+            logit_bias: Cancels out in this loss; accepted as in open_clip.
+            output_dict: Return {"contrastive_loss": loss}.
+        """
         team = _team(self.world_size)
         image, text = _one_dtype(image_features, text_features)
         loss = clip_loss(image, text, logit_scale, group=team.group)
         if team.size > 1 and not self.local_loss:
             mine = loss.detach()
-            loss = loss + (team.sum(mine) / team.size - mine)  # the gradient is the same
+            loss = loss + (team.sum(mine) / team.size - mine)  # changes the value, not the gradient
         if isinstance(logit_bias, Tensor):
-            loss = loss + 0 * logit_bias.sum()  # it cancels out, but DDP waits for its gradient
+            loss = loss + 0 * logit_bias.sum()  # it cancels out, but DDP expects a gradient
         return {"contrastive_loss": loss} if output_dict else loss
 
 
 class SigLipLoss(CheckedModule):
-    """The sigmoid loss over the pairs of all ranks. Every `dist_impl` is the same ring here.
+    """Replaces `open_clip.SigLipLoss`: the sigmoid loss over the pairs of all ranks.
 
-    `cache_labels` and `rank` are kept as attributes and not needed. The loss is fp32 (fp64 for fp64 features), also for
-    16-bit features, where open_clip returns 16 bits.
+    The loss is fp32 (fp64 for fp64 features), also for 16-bit features, where open_clip returns 16 bits.
+
+    Relations: `contratile.siglip_loss` is the same loss with more options; `contratile.SigLipLoss` its module.
+
+    Args:
+        cache_labels: Has no effect.
+        rank: Has no effect.
+        world_size: Size of the process group; 1 uses this process alone.
+        dist_impl: "bidir", "shift", "reduce" or "gather"; all use the same ring here.
+
+    Raises:
+        ValueError: `dist_impl` is unknown, or `world_size` is not the size of the process group.
+
+    Example:
+        >>> import torch
+        >>> image, text = (torch.nn.functional.normalize(torch.randn(8, 4), dim=1) for _ in range(2))
+        >>> SigLipLoss()(image, text, torch.tensor(10.0), torch.tensor(-10.0)).shape
+        torch.Size([])
     """
 
     def __init__(
@@ -102,6 +144,15 @@ class SigLipLoss(CheckedModule):
         logit_bias: Tensor | float | None,
         output_dict: bool = False,
     ) -> Any:
+        """Compute the loss as open_clip's trainer calls it.
+
+        Args:
+            image_features: Normalised features [N, D].
+            text_features: Normalised features [N, D].
+            logit_scale: Multiplies the cosines.
+            logit_bias: Added to the scores; None: 0.
+            output_dict: Return {"contrastive_loss": loss}.
+        """
         image, text = _one_dtype(image_features, text_features)
         bias = 0.0 if logit_bias is None else logit_bias
         loss = siglip_loss(image, text, logit_scale, bias, group=_team(self.world_size).group)
@@ -109,7 +160,17 @@ class SigLipLoss(CheckedModule):
 
 
 def create_loss(args: Any) -> nn.Module:
-    """open_clip's factory, from the arguments of its command line. Those that a version does not have are off."""
+    """Replaces `open_clip.create_loss`: make the loss that open_clip's command-line arguments ask for.
+
+    Args:
+        args: Parsed arguments of open_clip's trainer. Arguments that its version does not have count as off.
+
+    Returns:
+        A `ClipLoss` or `SigLipLoss`.
+
+    Raises:
+        ValueError: The arguments ask for distillation, CoCa or Horovod.
+    """
     remedy = "Use open_clip.create_loss."
     distill, model = getattr(args, "distill", False), str(getattr(args, "model", ""))
     if distill:
@@ -124,21 +185,28 @@ def create_loss(args: Any) -> nn.Module:
 
 
 def install(trainer: ModuleType) -> None:
-    """Make `open_clip_train.main` use these losses: `install(trainer)` before `trainer.main(arguments)`.
+    """Make open_clip's trainer use these losses. Call it before `open_clip_train.main.main(arguments)`.
+
+    Args:
+        trainer: The module `open_clip_train.main`.
 
     Raises:
-        ValueError: if that module does not make its loss with `create_loss`, so that nothing would change.
+        ValueError: The module does not call `create_loss`, so that replacing it would have no effect.
+
+    Example:
+        >>> from open_clip_train import main as trainer          # doctest: +SKIP
+        >>> install(trainer); trainer.main(arguments)            # doctest: +SKIP
     """
     main = getattr(getattr(trainer, "main", None), "__code__", None)
     if not hasattr(trainer, "create_loss") or (main is not None and "create_loss" not in main.co_names):
         name = getattr(trainer, "__name__", repr(trainer))
         got = f"{name}, which has create_task" if hasattr(trainer, "create_task") else f"{name} without it"
         remedy = (
-            "Versions of open_clip with tasks take the loss there: CLIPTask(model, loss=ClipLoss(rank=rank, "
+            "In versions of open_clip with tasks, pass the loss to the task: CLIPTask(model, loss=ClipLoss(rank=rank, "
             "world_size=world_size)), with ClipLoss from contratile.integrations.open_clip."
         )
         bad_value("trainer", expected="a module whose main() calls create_loss", got=got, remedy=remedy)
-    trainer.create_loss = create_loss  # type: ignore[attr-defined]  # of somebody else's module
+    trainer.create_loss = create_loss  # type: ignore[attr-defined]  # a module of another package
 
 
 def _refuse_horovod(asked: bool) -> None:
@@ -147,7 +215,7 @@ def _refuse_horovod(asked: bool) -> None:
 
 
 def _team(world_size: int) -> Team:
-    """All ranks, or this process alone where open_clip was told that it is alone."""
+    """All ranks, or this process alone if `world_size` is 1."""
     team = Team.of("auto" if world_size > 1 else None)
     if team.size != world_size:
         remedy = "Call torch.distributed.init_process_group before the loss, and pass the size of that group."
@@ -156,6 +224,6 @@ def _team(world_size: int) -> Team:
 
 
 def _one_dtype(image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
-    """Under autocast the towers may end in different dtypes."""
+    """Convert both to one dtype: under autocast the towers may return different ones."""
     dtype = torch.promote_types(image.dtype, text.dtype)
     return image.to(dtype), text.to(dtype)

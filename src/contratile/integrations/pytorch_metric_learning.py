@@ -1,12 +1,12 @@
-"""`NTXentLoss` and `SupConLoss` of pytorch-metric-learning: the same call and values, in linear memory.
+"""`NTXentLoss` and `SupConLoss` of pytorch-metric-learning in linear memory. Change an import:
 
     from contratile.integrations.pytorch_metric_learning import NTXentLoss, SupConLoss
     loss = NTXentLoss(temperature=0.07)(embeddings, labels)              # or (..., ref_emb=, ref_labels=)
 
-Embeddings are normalised here: the distance is the cosine, which is the default there, and so are the reducers. They
-may be wrapped in the package's `SelfSupervisedLoss`. Miners, other distances, reducers and regularisers are refused,
-given to the constructor or set later. Labels are compared for equality: integers, floats or bools. Losses of 16-bit
-embeddings are fp32; the package's are of 16 bits.
+Distance and reducers are the package's defaults: cosines, so embeddings are normalised here, and the mean. The losses
+work inside the package's `SelfSupervisedLoss`. Miners, other distances, reducers and regularizers raise an error, in
+the constructor or when they are set later. Labels are compared for equality: integers, floats or bools. Losses of
+16-bit embeddings are fp32, where the package returns 16 bits.
 """
 
 from collections.abc import Iterator
@@ -25,8 +25,8 @@ from contratile.ring.ring import Ring
 from contratile.ring.team import ALONE
 
 
-class Sets(NamedTuple):
-    """Anchors and what they are compared with: themselves (None) or a set of references."""
+class AnchorsAndReferences(NamedTuple):
+    """Normalised anchors and what they are compared with: themselves (None) or a set of references."""
 
     query: Tensor  # [N, D]
     key: Tensor | None  # [M, D]
@@ -38,7 +38,9 @@ class Sets(NamedTuple):
         return Ring.flat(ALONE, (len(self.key_labels),), total=len(self.query))
 
 
-class _Loss(CheckedModule):
+class _LabelLoss(CheckedModule):
+    """The constructor and the call that both losses share."""
+
     default_reducer: str
 
     def __init__(
@@ -48,10 +50,9 @@ class _Loss(CheckedModule):
         distance: Any = None,
         reducer: Any = None,
         embedding_regularizer: None = None,
-        embedding_reg_weight: float = 1,  # of a regulariser, and there is none
+        embedding_reg_weight: float = 1,  # has no effect without a regularizer
         collect_stats: bool | None = None,
     ) -> None:
-        """A learned temperature is a tensor. The other options are the package's, and take its defaults only."""
         super().__init__()
         self.temperature = temperature
         self.distance = distance
@@ -89,33 +90,47 @@ class _Loss(CheckedModule):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> Tensor:
+        """Compute the loss.
+
+        Args:
+            embeddings: Anchors [N, D]; normalised here.
+            labels: Labels [N]. Embeddings with equal labels are positives of each other.
+            indices_tuple: Must be None: miners are not supported.
+            ref_emb: References [M, D] to compare the anchors with; None: the anchors themselves.
+            ref_labels: Labels [M] of the references.
+
+        Returns:
+            A scalar; 0 if there are no negatives.
+        """
         if indices_tuple is not None:
-            remedy = "Drop the miner (or CrossBatchMemory) that made it: all pairs take part."
+            remedy = "Remove the miner (or CrossBatchMemory) that made it: the loss uses all pairs."
             bad_value("indices_tuple", expected="None", got=type(indices_tuple).__name__, remedy=remedy)
         if labels is None or (ref_emb is None) != (ref_labels is None):
             missing = "labels" if labels is None else "ref_emb" if ref_emb is None else "ref_labels"
-            bad_value(missing, expected="a tensor", got="None", remedy="Pairs are told apart by their labels.")
+            bad_value(missing, expected="a tensor", got="None", remedy="Labels determine which pairs are positive.")
         x = self._sets(embeddings, labels, ref_emb, ref_labels)
         if bool((x.query_labels == x.key_labels[0]).all() and (x.key_labels == x.key_labels[0]).all()):
-            return embeddings.sum() * 0  # without any negative there is nothing to learn
+            return embeddings.sum() * 0  # no negatives
         return self._loss(x)
 
-    def _sets(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor | None, ref_labels: Tensor | None) -> Sets:
+    def _sets(
+        self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor | None, ref_labels: Tensor | None
+    ) -> AnchorsAndReferences:
         check_transform(type(self).__name__, "auto", (embeddings, ref_emb))
         check_features({"embeddings": embeddings}, empty=False)
         query = F.normalize(embeddings, dim=1)
         mine = _vector("labels", labels, embeddings)
         if ref_emb is None or ref_labels is None or (ref_emb is embeddings and ref_labels is labels):
             classes, _ = _classes(mine, mine)
-            return Sets(query, None, classes, classes)
+            return AnchorsAndReferences(query, None, classes, classes)
         if ref_labels is labels:
-            remedy = "pytorch_metric_learning would leave out pair (i, i): pass ref_labels.clone() to count it."
-            bad_value("ref_labels", expected="a tensor of its own", got="labels", remedy=remedy)
+            remedy = "pytorch_metric_learning would skip the pairs (i, i): pass ref_labels.clone() to count them."
+            bad_value("ref_labels", expected="another tensor than labels", got="the same", remedy=remedy)
         check_features({"embeddings": embeddings, "ref_emb": ref_emb}, empty=False)
         classes, ref_classes = _classes(mine, _vector("ref_labels", ref_labels, ref_emb))
-        return Sets(query, F.normalize(ref_emb, dim=1), classes, ref_classes)
+        return AnchorsAndReferences(query, F.normalize(ref_emb, dim=1), classes, ref_classes)
 
-    def _loss(self, x: Sets) -> Tensor:
+    def _loss(self, x: AnchorsAndReferences) -> Tensor:
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -123,12 +138,12 @@ class _Loss(CheckedModule):
 
 
 def _is(x: object, name: str) -> bool:
-    """One of the package's classes; it may not be there to compare."""
+    """Whether this is an instance of the package's class of that name. The package may not be installed."""
     return type(x).__name__ == name and type(x).__module__.split(".")[0] == "pytorch_metric_learning"
 
 
 def _vector(name: str, labels: Tensor, embeddings: Tensor) -> Tensor:
-    """One label for each embedding: integers, floats or bools, on any device, as in the package."""
+    """Check labels [N]: integers, floats or bools on any device, as in the package."""
     if not isinstance(labels, Tensor) or not (labels.is_floating_point() or labels.dtype == torch.bool):
         labels = labels.to(embeddings.device) if isinstance(labels, Tensor) else labels
         check_vector(name, labels, length=len(embeddings), device=embeddings.device)
@@ -137,28 +152,47 @@ def _vector(name: str, labels: Tensor, embeddings: Tensor) -> Tensor:
     shape = torch.empty_like(labels, dtype=torch.long)
     check_vector(name, shape, length=len(embeddings), device=embeddings.device)
     if labels.is_floating_point() and bool(labels.isnan().any()):
-        remedy = "A NaN equals nothing, not even itself: give each embedding without a label one of its own."
+        remedy = "NaN is not equal to itself: give each embedding without a label a label of its own."
         bad_value(name, expected="labels that can be compared", got="NaN among them", remedy=remedy)
     return labels
 
 
 def _classes(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole numbers that are equal where `labels == ref_labels` is True, by PyTorch's rules for mixed dtypes."""
+    """Integers that are equal where `labels == ref_labels`, with PyTorch's promotion of mixed dtypes."""
     if not (labels.is_floating_point() or ref_labels.is_floating_point()):
         return labels.long(), ref_labels.long()
     dtype = torch.promote_types(labels.dtype, ref_labels.dtype)
     both = torch.cat([labels.to(dtype), ref_labels.to(dtype)])
     if dtype != torch.float64:
-        both = both.float()  # exact, and known to `unique` on every device
+        both = both.float()  # exact, and supported by torch.unique on every device
     numbers = torch.unique(both + 0.0, return_inverse=True)[1]  # -0.0 equals 0.0
     return numbers[: len(labels)], numbers[len(labels) :]
 
 
-class NTXentLoss(_Loss):
-    """The mean over all positive pairs of -log(exp(s_ap) / (exp(s_ap) + sum over negatives n of a of exp(s_an))).
+class NTXentLoss(_LabelLoss):
+    """Replaces `pytorch_metric_learning.losses.NTXentLoss`.
 
-    A pair's denominator has none of the anchor's other positives. The negatives' log-sum-exps are tiles; positive pairs
-    are visited in chunks, none is kept: memory is linear in the batch, whatever the size of the classes.
+    The mean over all positive pairs (a, p) of
+
+        -log(exp(s_ap) / (exp(s_ap) + sum of exp(s_an) over the negatives n of a)),    s = cosine / temperature
+
+    so the denominator of a pair does not contain the anchor's other positives. Memory is linear in the batch, whatever
+    the size of the classes: log-sum-exps of negatives are computed in tiles, and positive pairs in chunks.
+
+    Relations: `contratile.nt_xent` is SimCLR's loss of two views. `SupConLoss` keeps the other positives in the
+    denominator.
+
+    Args:
+        temperature: A number, or a tensor if it is learned.
+        **options: `distance`, `reducer`, `embedding_regularizer` and `collect_stats`; only the package's defaults.
+
+    Raises:
+        ValueError: An option is not the package's default.
+
+    Example:
+        >>> import torch
+        >>> embeddings = torch.randn(12, 8, requires_grad=True)
+        >>> NTXentLoss()(embeddings, torch.arange(12) % 4).backward()
     """
 
     default_reducer = "MeanReducer"
@@ -166,7 +200,7 @@ class NTXentLoss(_Loss):
     def __init__(self, temperature: Tensor | float = 0.07, **options: Any) -> None:
         super().__init__(temperature, **options)
 
-    def _loss(self, x: Sets) -> Tensor:
+    def _loss(self, x: AnchorsAndReferences) -> Tensor:
         scale = 1 / as_tensor(self.temperature, x.query)
         inputs = Inputs(x.query, x.key, scale, query_ids=x.query_labels, key_ids=x.key_labels)
         stats = pair_stats(x.ring, inputs, Spec(cols=False))
@@ -177,15 +211,32 @@ class NTXentLoss(_Loss):
         return total / max(pairs.number, 1)
 
 
-class SupConLoss(_Loss):
-    """`contratile.sup_con`; anchors without a positive do not count in the mean."""
+class SupConLoss(_LabelLoss):
+    """Replaces `pytorch_metric_learning.losses.SupConLoss`: the supervised contrastive loss.
+
+    Anchors without a positive do not count in the mean.
+
+    Relations: `contratile.sup_con` is the same loss for features that are already normalised, with more options.
+
+    Args:
+        temperature: A number, or a tensor if it is learned.
+        **options: `distance`, `reducer`, `embedding_regularizer` and `collect_stats`; only the package's defaults.
+
+    Raises:
+        ValueError: An option is not the package's default.
+
+    Example:
+        >>> import torch
+        >>> embeddings = torch.randn(12, 8, requires_grad=True)
+        >>> SupConLoss()(embeddings, torch.arange(12) % 4).backward()
+    """
 
     default_reducer = "AvgNonZeroReducer"
 
     def __init__(self, temperature: Tensor | float = 0.1, **options: Any) -> None:
         super().__init__(temperature, **options)
 
-    def _loss(self, x: Sets) -> Tensor:
+    def _loss(self, x: AnchorsAndReferences) -> Tensor:
         scale = 1 / as_tensor(self.temperature, x.query)
         inputs = Inputs(x.query, x.key, scale, query_classes=x.query_labels, key_classes=x.key_labels)
         losses, count = class_losses(inputs, Spec(exclude_self=x.key is None), x.ring)
@@ -193,14 +244,14 @@ class SupConLoss(_Loss):
 
 
 class Positives(NamedTuple):
-    """All pairs of equal label, numbered anchor by anchor, without a list of them."""
+    """All pairs with equal labels, numbered anchor by anchor, without storing a list of them."""
 
     order: Tensor  # [M] keys sorted by label
-    first: Tensor  # [N] where an anchor's positives begin in that order
-    ends: Tensor  # [N] the number of pairs up to and with an anchor's
+    first: Tensor  # [N] where an anchor's positives start in that order
+    ends: Tensor  # [N] number of pairs up to and including an anchor's
     same_set: bool
     number: int
-    """Pairs that count: of an anchor with itself none does."""
+    """Number of pairs, without those of an anchor with itself."""
 
     @classmethod
     def of(cls, query_labels: Tensor, key_labels: Tensor, *, same_set: bool) -> "Positives":
@@ -210,7 +261,7 @@ class Positives(NamedTuple):
         return cls(order, first, ends, same_set, int(ends[-1]) - same_set * len(query_labels))
 
     def chunks(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Anchors and keys of the pairs, so many at a time."""
+        """Yield anchors and keys of up to `size` pairs at a time."""
         all_pairs = self.number + self.same_set * len(self.first)
         for start in range(0, all_pairs, size):
             number = torch.arange(start, min(start + size, all_pairs), device=self.ends.device)
@@ -221,10 +272,10 @@ class Positives(NamedTuple):
 
 
 class _PairLosses(torch.autograd.Function):
-    """The sum over positive pairs of softplus(negatives' log-sum-exp - scale * <anchor, positive>)."""
+    """Sum over positive pairs of softplus(log-sum-exp of the anchor's negatives - scale * <anchor, positive>)."""
 
     CHUNK = 1 << 19
-    """Numbers in the features of a chunk of pairs."""
+    """Number of feature values in a chunk of pairs."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, negatives: Tensor, scale: Tensor, pairs: Positives) -> Tensor:
