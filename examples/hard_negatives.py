@@ -1,4 +1,4 @@
-"""A dense retriever's options: duplicates, mined negatives, hard negatives of each query, false negatives, weights.
+"""Options for dense retrieval: duplicates, mined negatives, hard negatives per query, false negatives, weights.
 
 python examples/hard_negatives.py
 """
@@ -11,12 +11,12 @@ import contratile as ct
 
 def main(pairs: int = 500, width: int = 64) -> None:
     torch.manual_seed(0)
-    answers = torch.randint(200, (pairs,))  # questions that share an answer are no negatives of each other
+    answers = torch.randint(200, (pairs,))  # queries with the same answer are not negatives of each other
     document = F.normalize(torch.randn(200, width), dim=1)[answers]
     query = F.normalize(document + 0.1 * torch.randn(pairs, width), dim=1).requires_grad_()
-    mined = F.normalize(torch.randn(1000, width), dim=1)  # for all queries
-    hard = F.normalize(document.unsqueeze(1) + 0.3 * torch.randn(pairs, 4, width), dim=2)  # for each its own
-    present = torch.rand(pairs, 4) > 0.25  # some queries have fewer
+    mined = F.normalize(torch.randn(1000, width), dim=1)  # shared by all queries
+    hard = F.normalize(document.unsqueeze(1) + 0.3 * torch.randn(pairs, 4, width), dim=2)  # four per query
+    present = torch.rand(pairs, 4) > 0.25  # some queries have fewer than four
     weights = torch.rand(pairs)
 
     loss, stats = ct.info_nce(

@@ -1,9 +1,9 @@
-"""Two towers under Hugging Face's `Trainer`: the model's forward returns the loss, and the trainer does the rest.
+"""Two towers with Hugging Face's `Trainer`: the model's forward returns the loss, and the trainer does the rest.
 
     python examples/hf_trainer.py
 
-The towers are small BERTs with random weights: nothing is downloaded. Pairs are two ways to write one
-number. Started with `torchrun`, the same model shares negatives over all ranks.
+The towers are small BERTs with random weights; nothing is downloaded. Pairs are two ways to write a number. Started
+with `torchrun`, the same model uses negatives of all ranks.
 """
 
 import math
@@ -12,13 +12,9 @@ import tempfile
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import BertConfig, BertModel, Trainer, TrainingArguments
 
 import contratile as ct
-from contratile.bench.contestants.loss import cure_torchvision, quiet
-
-with quiet():
-    cure_torchvision()  # only where torchvision cannot be imported: transformers would fail with it
-    from transformers import BertConfig, BertModel, Trainer, TrainingArguments
 
 DIGITS, WIDTH, PAIRS, BATCH, STEPS = 4, 32, 2048, 128, 24
 
@@ -47,7 +43,7 @@ class TwoTowers(nn.Module):
 
 
 def pairs() -> list[dict[str, Tensor]]:
-    """A number as its digits, and the same number backwards in other signs."""
+    """The digits of a number, and the same digits backwards with other token ids."""
     generator = torch.Generator().manual_seed(0)
     digits = torch.randint(10, (PAIRS, DIGITS), generator=generator)
     return [{"left": row, "right": row.flip(0) + 10} for row in digits]
@@ -69,8 +65,7 @@ def main() -> None:
             disable_tqdm=True,
         )
         trainer = Trainer(model=TwoTowers(), args=arguments, train_dataset=pairs())
-        with quiet():
-            trainer.train()
+        trainer.train()
     batch = BATCH * arguments.world_size
     log = trainer.state.log_history if trainer.is_world_process_zero() else []
     for entry in log:

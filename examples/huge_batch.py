@@ -1,23 +1,22 @@
-"""Batches that do not fit: two transformers, pairs that come in chunks and wait on disk until they are needed again.
+"""Batches whose activations do not fit: two transformers, with chunks kept on disk until the second pass.
 
     python examples/huge_batch.py                                # batches of 1,024 and 4,096 pairs, some minutes
     python examples/huge_batch.py --batches 65536 --chunk 256 --steps 0
 
-Measures one step of each batch, then trains with the first. Memory is that of one chunk whatever the batch: what grows
-is the features, 1 KiB for each pair, and their gradients.
+Measures one step of each batch size, then trains with the first. Memory is that of one chunk for any batch size; only
+the features, 1 KiB per pair, and their gradients grow.
 """
 
 import argparse
 import math
-import time
 from collections.abc import Iterator
 
 import torch
+from compare import cost
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import contratile as ct
-from contratile.host_memory import peak_growth
 
 WORDS, LENGTH, WIDTH = 500, 16, 128
 
@@ -36,7 +35,7 @@ class Tower(nn.Module):
 
 
 def pairs(batch: int, chunk: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Texts, and the same texts in another language: a dataloader would stand here."""
+    """Texts and the same texts in another language. In practice this is a data loader."""
     generator = torch.Generator().manual_seed(seed)
     dictionary = torch.randperm(WORDS, generator=torch.Generator().manual_seed(0))
     for start in range(0, batch, chunk):
@@ -48,7 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--chunk", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=8, help="of training, with the first batch")
+    parser.add_argument("--steps", type=int, default=8, help="training steps with the first batch size")
     options = parser.parse_args()
     torch.manual_seed(0)
     towers = Tower(), Tower()
@@ -62,12 +61,10 @@ def main() -> None:
         loss: Tensor = cache.step(pairs(batch, options.chunk, seed), logit_scale=log_scale.exp())
         return loss
 
-    step(2 * options.chunk, seed=0)  # threads start up
+    step(2 * options.chunk, seed=0)  # starts the threads
     for batch in options.batches:
-        start = time.perf_counter()
-        growth = peak_growth(lambda batch=batch: step(batch, seed=1))  # type: ignore[misc]
-        memory = "unknown" if growth is None else f"{growth / (1 << 20):.0f}"
-        print(f"batch {batch}: {time.perf_counter() - start:.1f} s, peak {memory} MiB", flush=True)
+        spent = cost(lambda batch=batch: step(batch, seed=1))  # type: ignore[misc]
+        print(f"batch {batch}: {spent.seconds:.1f} s, peak {spent.mib:.0f} MiB", flush=True)
     for number in range(options.steps):
         loss = step(options.batches[0], seed=2 + number)
         optimiser.step()

@@ -1,25 +1,21 @@
-"""SimCLR as in lightly's tutorials, with the loss of Contratile: one import changes.
+"""SimCLR as in lightly's tutorials with Contratile's loss: change an import.
 
     python examples/lightly_simclr.py            # 2048 pairs of views
     python examples/lightly_simclr.py 4096
 
-The projection head is lightly's; its input stands for the features of a backbone.
+The projection head is lightly's; random features stand for the output of a backbone.
 """
 
 import sys
 from collections.abc import Callable
 
 import torch
+from compare import print_table
+from lightly.loss import NTXentLoss as Before
+from lightly.models.modules import SimCLRProjectionHead
 from torch import nn
 
-from contratile.bench.before_after import print_table
-from contratile.bench.contestants.loss import cure_torchvision, quiet
 from contratile.integrations.lightly import NTXentLoss  # was: from lightly.loss import NTXentLoss
-
-with quiet():
-    cure_torchvision()
-    from lightly.loss import NTXentLoss as Before
-    from lightly.models.modules import SimCLRProjectionHead
 
 
 def main(pairs: int = 2048) -> None:

@@ -2,24 +2,20 @@
 
     python examples/lightning_simclr.py
 
-Images are random blots: nothing is downloaded. Under `Trainer(devices=..., strategy="ddp")` the loss is over the views
-of all devices without a change here, as `group="auto"` finds the process group.
+Images are random, nothing is downloaded. With `Trainer(devices=..., strategy="ddp")` the same code uses the views of
+all devices, because `group="auto"` finds the process group.
 """
 
 import math
 import tempfile
 
+import lightning
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import contratile as ct
-from contratile.bench.contestants.loss import cure_torchvision, quiet
-
-with quiet():
-    cure_torchvision()  # only where torchvision cannot be imported: lightning would fail with it
-    import lightning
 
 IMAGES, SIZE, BATCH, EPOCHS = 1024, 16, 256, 4
 
@@ -49,10 +45,10 @@ class SimCLR(lightning.LightningModule):
 def main() -> None:
     torch.manual_seed(0)
     model = SimCLR()
-    model.embed(torch.zeros(2, 3, SIZE, SIZE))  # gives the lazy layer its shape
+    model.embed(torch.zeros(2, 3, SIZE, SIZE))  # initialises the lazy layer
     blurred = F.interpolate(torch.randn(IMAGES, 3, 4, 4), size=SIZE, mode="bilinear")
     images: DataLoader[Tensor] = DataLoader(list(blurred), batch_size=BATCH, shuffle=True)  # type: ignore[arg-type]
-    with tempfile.TemporaryDirectory() as folder, quiet():
+    with tempfile.TemporaryDirectory() as folder:
         trainer = lightning.Trainer(
             max_epochs=EPOCHS,
             accelerator="auto",

@@ -1,28 +1,25 @@
-"""pytorch-metric-learning's losses and those of Contratile: one import changes.
+"""The losses of pytorch-metric-learning and of Contratile: change an import.
 
     python examples/metric_learning.py           # 160 embeddings for NT-Xent, 2048 for SupCon
     python examples/metric_learning.py 256 4096
 
-The package's NT-Xent compares every positive pair with every negative pair: its memory grows with the cube of the
-batch, so that its table is one of a small batch. The last line is a batch that only one of the two can do.
+The package's NT-Xent compares every positive pair with every negative pair. Its memory grows with the cube of the
+batch, so the comparison uses a small batch. The last table is a batch that only Contratile can do.
 """
 
 import sys
 from collections.abc import Callable
 
 import torch
+from compare import print_table
+from pytorch_metric_learning import losses as before
 from torch import nn
 
-from contratile.bench.before_after import print_table
-from contratile.bench.contestants.loss import quiet
 from contratile.integrations import pytorch_metric_learning as after
-
-with quiet():
-    from pytorch_metric_learning import losses as before
 
 
 def step(loss: nn.Module, batch: int, width: int = 128) -> Callable[[], float]:
-    """Two embeddings of each label."""
+    """Forward and backward of embeddings with two examples per label."""
     random = torch.Generator().manual_seed(0)
     labels = torch.arange(batch) // 2
     centres = torch.randn(batch, width, generator=random)

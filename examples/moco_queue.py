@@ -1,10 +1,10 @@
-"""A queue and a momentum encoder as in MoCo, with the batch's own keys as negatives too.
+"""A queue of keys and a momentum encoder, as in MoCo, with the other keys of the batch as negatives too.
 
-python examples/moco_queue.py
+    python examples/moco_queue.py
 
-Keys are made by a slowly moving copy of the encoder, and a queue keeps those of earlier batches: that is MoCo. Its loss
-compares a query with its positive and with the queue only; here the other keys of the batch are negatives as well, as
-in cross-batch memories, so a query meets more of them. MoCo's own loss, with the queue alone, is
+As in MoCo, a slowly moving copy of the encoder computes the keys, and a queue keeps those of earlier batches. MoCo's
+loss uses only the queue as negatives; here the other keys of the batch are negatives as well, as in cross-batch
+memories. For MoCo's own loss see
 `contratile.integrations.lightly.NTXentLoss(temperature, memory_bank_size=(keys, features))`.
 """
 

@@ -1,34 +1,31 @@
-"""open_clip's trainer with the losses of Contratile: one import changes.
+"""open_clip's losses and those of Contratile: change an import.
 
     python examples/open_clip_loss.py            # 3072 pairs
     python examples/open_clip_loss.py 8192
 
-Prints time and memory of loss and backward before and after, and that both give the same loss.
+Prints time and memory of forward and backward before and after, and both losses.
 """
 
 import sys
 from collections.abc import Callable
 
 import torch
+from compare import print_table
+from open_clip import loss as before
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from contratile.bench.before_after import print_table
-from contratile.bench.contestants.loss import Problem, cure_torchvision, quiet
 from contratile.integrations import open_clip as after
-
-with quiet():
-    cure_torchvision()
-    from open_clip import loss as before
 
 
 def main(pairs: int = 3072, width: int = 256) -> None:
     torch.manual_seed(0)
-    problem = Problem.make(pairs, width, scale=14.3)
-    inputs = problem.args
+    image, text = (F.normalize(torch.randn(pairs, width), dim=1).requires_grad_() for _ in range(2))
+    inputs = image, text, torch.tensor(14.3, requires_grad=True)
     bias = torch.tensor(-10.0, requires_grad=True)
 
     def step(loss: nn.Module, *inputs: Tensor) -> Callable[[], None]:
-        """What open_clip's train_one_epoch does with its loss."""
+        """What open_clip's train_one_epoch does with the loss."""
 
         def call() -> None:
             for x in inputs:

@@ -1,8 +1,8 @@
-"""Dense retrieval: more documents than queries, and several queries that share a document.
+"""Dense retrieval with more documents than queries, and queries that share a document.
 
     python examples/retrieval_labels.py
 
-`labels[i]` says which document answers query i; all other documents are its negatives.
+`labels[i]` is the index of the document for query i; all other documents are its negatives.
 """
 
 import torch

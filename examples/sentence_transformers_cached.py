@@ -1,22 +1,22 @@
-"""A `SentenceTransformerTrainer` run with sentence-transformers' cached loss and with ours: only an import changes.
+"""A `SentenceTransformerTrainer` run with sentence-transformers' cached loss and with Contratile's: change an import.
 
     python examples/sentence_transformers_cached.py                      # a few minutes on two cores
     python examples/sentence_transformers_cached.py --quick
 
-Batches are encoded in mini-batches, so memory does not grow with them. Prints both loss curves, then time and memory of
-both runs. Model and pairs are those of `sentence_transformers_trainer.py`.
+Batches are encoded in mini-batches, so memory does not grow with the batch. Prints both loss curves, then time and
+memory of both runs. Model and pairs are those of `sentence_transformers_trainer.py`.
 """
 
 import argparse
 from functools import partial
 from pathlib import Path
 
-# Sets up the package, so it comes first.
-from sentence_transformers_trainer import Cost, no_progress_bars, pairs, print_costs, print_curves, run  # isort: skip
+# First, because it sets HF_HUB_OFFLINE.
+from sentence_transformers_trainer import no_progress_bars, pairs, print_costs, print_curves, run  # isort: skip
 
+from compare import Cost
 from sentence_transformers.sentence_transformer import losses as theirs
 
-from contratile.bench.contestants.loss import quiet
 from contratile.integrations import sentence_transformers as ours
 
 
@@ -32,12 +32,11 @@ def main() -> None:
     print(f"{len(data):,} pairs from {source}; batches of {batch} in mini-batches of {mini_batch}")
     curves: list[list[float]] = []
     costs: list[Cost] = []
-    with quiet():
-        for package in (theirs, ours):
-            make = partial(package.CachedMultipleNegativesRankingLoss, mini_batch_size=mini_batch)
-            curve, cost = run(make, data, steps=steps, batch=batch)
-            curves.append(curve)
-            costs.append(cost)
+    for package in (theirs, ours):
+        make = partial(package.CachedMultipleNegativesRankingLoss, mini_batch_size=mini_batch)
+        curve, cost = run(make, data, steps=steps, batch=batch)
+        curves.append(curve)
+        costs.append(cost)
     gap = print_curves(*curves)
     print_costs({f"fastest of {steps} steps, {batch} pairs": costs})
     print(f"\nthe curves differ by at most {gap:.1e}")

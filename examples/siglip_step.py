@@ -1,4 +1,4 @@
-"""SigLIP: the sigmoid loss with learned scale and bias.
+"""SigLIP: the sigmoid loss with a learned scale and bias.
 
 python examples/siglip_step.py
 """

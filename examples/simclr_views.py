@@ -1,4 +1,4 @@
-"""SimCLR: two noisy views of every example, `nt_xent`, a learned temperature.
+"""SimCLR: `nt_xent` of two noisy views of every example, with a learned temperature.
 
 python examples/simclr_views.py
 """

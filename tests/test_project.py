@@ -12,6 +12,8 @@ import contratile as ct
 from tests.ranks import accelerate_launch, launch_environment, torchrun
 
 ROOT = Path(__file__).parent.parent
+PEERS = (sys.executable, "-m", "tests.torchvision_repair")
+"""Runs an example that imports torchvision."""
 
 
 def run(*words: str, **variables: str) -> str:
@@ -76,7 +78,7 @@ def test_example_under_accelerate_launch(tmp_path: Path) -> None:
 )
 def test_examples_of_integrations(example: str, sizes: list[str], package: str) -> None:
     """Each prints a table of time and memory, and the loss before and after."""
-    output = run(sys.executable, f"examples/{example}.py", *sizes)
+    output = run(*PEERS, f"examples/{example}.py", *sizes)
     rows = {words[0] for words in map(str.split, output.splitlines()) if len(words) == 3 and float(words[1]) > 0}
     assert {package, "contratile"} <= rows, output
     losses = re.findall(r"^loss before (\S+), after (\S+)$", output, re.MULTILINE)
@@ -87,13 +89,13 @@ def test_examples_of_integrations(example: str, sizes: list[str], package: str) 
 
 @pytest.mark.peers
 def test_example_sentence_transformers_trainer() -> None:
-    output = run(sys.executable, "examples/sentence_transformers_trainer.py", "--quick")
+    output = run(*PEERS, "examples/sentence_transformers_trainer.py", "--quick")
     assert "the loss alone, 1024 pairs, both ways" in output and gap(output) < 1e-4
 
 
 @pytest.mark.peers
 def test_example_sentence_transformers_cached() -> None:
-    output = run(sys.executable, "examples/sentence_transformers_cached.py", "--quick")
+    output = run(*PEERS, "examples/sentence_transformers_cached.py", "--quick")
     assert "batches of 12 in mini-batches of 4" in output and gap(output) < 1e-4
 
 
@@ -109,7 +111,7 @@ def test_example_huge_batch() -> None:
 @pytest.mark.parametrize("name", ["hf_trainer", "lightning_simclr"])
 def test_examples_of_trainers_learn(name: str) -> None:
     before = set(ROOT.iterdir())
-    lines = run(sys.executable, f"examples/{name}.py").splitlines()
+    lines = run(*PEERS, f"examples/{name}.py").splitlines()
     losses = [float(line.split("loss ")[1].split()[0]) for line in lines if line.startswith("step")]
     assert len(losses) == 4 and losses[-1] < 0.7 * losses[0]
     assert set(ROOT.iterdir()) == before
