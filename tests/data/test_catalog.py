@@ -73,7 +73,7 @@ def test_an_empty_split_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "t.csv"
     file.write_text("query,text\na,b\n")
     with pytest.raises(
-        ValueError, match=r"test split of .*t.csv: expected at least one pair, got none. Change the share"
+        ValueError, match=r"test split of .*t.csv: expected at least one pair, got none. Change the held-out share"
     ):
         open_source(DataConfig(data=str(file), test_share=0.0), "test")
 

@@ -46,7 +46,7 @@ def test_without_a_network_the_cache_is_used(online: list[Any]) -> None:
         )
     assert not constants.HF_HUB_OFFLINE and online == [("huggingface.co", 443)]
     with pytest.raises(
-        ValueError, match="expected a folder or a dataset of the hub, got 'org/none', which is no folder"
+        ValueError, match="expected a folder or a dataset of the hub, got 'org/none', which is not a local folder"
     ):
         open_hub("hf:org/none", "train")
 

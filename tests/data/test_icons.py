@@ -79,7 +79,7 @@ def test_drawn_once_into_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert icons[1].left.size == (8, 8) and icons[1].left.mode == "RGB"  # type: ignore[union-attr]
     (file,) = cache.glob("*.safetensors")
     assert not list(cache.glob("*.part")) and not list(cache.glob(".*.part"))
-    monkeypatch.setattr(module, "draw", None)
+    monkeypatch.setattr(module, "draw_icon", None)
     assert len(Icons("train", size=8, folder=folder, cache=cache, test_share=None)) == 2
     assert "-8px-" in file.name
 
@@ -129,7 +129,7 @@ def test_several_processes_at_once(tmp_path: Path) -> None:
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"cache: expected a folder to write to, got .*/cache .*Name another folder"):
+    with pytest.raises(ValueError, match=r"cache: expected a folder to write to, got .*/cache .*Choose another folder"):
         Icons("train", folder=write(tmp_path / "icons", home=SQUARE), cache=tmp_path / "file/cache")
 
 

@@ -338,7 +338,7 @@ def test_a_position_of_other_data_or_ranks_is_refused() -> None:
     states = [Loader(River((9,)), PREPARE, batch=3, chunk=1, rank=r, world=2).state_dict() for r in range(2)]
     with pytest.raises(ValueError, match="rank of a resumed run: expected 0, as in the checkpoint, got 1"):
         Loader(River((9,)), PREPARE, batch=3, chunk=1, rank=1, world=2).load_state_dict(states[0])
-    with pytest.raises(ValueError, match=r"the states of 3 ranks, got 2. A stream is resumed by as many ranks"):
+    with pytest.raises(ValueError, match=r"the states of 3 ranks, got 2. Resume a stream with the number of ranks"):
         Loader(River((9,)), PREPARE, batch=3, chunk=1, rank=1, world=3).load_state_dict(states)
 
 

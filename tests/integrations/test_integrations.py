@@ -681,7 +681,7 @@ def test_metric_learning_refusals() -> None:
             loss(embeddings, labels * torch.tensor(float("nan")))
         with pytest.raises(ValueError, match=r"labels: expected shape \[24\]"):
             loss(embeddings, labels.float()[:5])
-        with pytest.raises(ValueError, match=r"indices_tuple: expected None, got tuple\. Drop the miner"):
+        with pytest.raises(ValueError, match=r"indices_tuple: expected None, got tuple\. Remove the miner"):
             loss(embeddings, labels, miners.MultiSimilarityMiner()(embeddings, labels))
         for missing, given in (("labels", {}), ("ref_labels", {"labels": labels, "ref_emb": ref})):
             with pytest.raises(ValueError, match=f"{missing}: expected a tensor, got None"):
