@@ -91,7 +91,7 @@ def test_kept_outputs_are_those_of_their_samples(table: Path, tmp_path: Path, lo
         inputs = tower.prepare([getattr(trainer.source[n], side) for n in usable])
         torch.testing.assert_close(rows_of(kept, torch.tensor(usable), side, tmp_path), tower.backbone(inputs))
     assert len(said) == 1 and said[0].startswith(f"{side} features: {len(bad)} broken samples of pairs.csv (train)")
-    with pytest.raises(ValueError, match=rf"kept {side} features: .*is not any more: delete .*kept-{side}.safetensors"):
+    with pytest.raises(ValueError, match=rf"kept {side} features: .*can be read now: delete .*kept-{side}.safetensors"):
         rows_of(kept, torch.tensor([usable[0], min(bad)]), side, tmp_path)
     Trainer(made(table, tmp_path, lock=lock), say=said.append)
     assert len(said) == 1, "the file is read again, which leaves nothing out"
