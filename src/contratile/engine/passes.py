@@ -148,13 +148,7 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
         if dscale is not None and dalpha is not None and dalpha is not dscale:
             dscale += dalpha / 2
         if visitor.classes is not None and x.query_classes is not None:
-            own, other = x.query_classes, visitor.classes
-            u, v = grads.row.sums, visitor.sums_grad
-            which = {"differ": spec.differ, "others": scores.rule.exclude_self}
-            if dq is not None:
-                add_class_grads(dq, visitor.key, alpha, own, other, u, v, **which)
-            if dk is not None:
-                add_class_grads(dk, x.query, alpha, other, own, v, u, **which)
+            _add_class_grads(dq, dk, scores, spec, x.query_classes, visitor, grads.row.sums)
     if dscale is not None:
         for result, grad in ((results.row.sums, grads.row.sums), (results.col.sums, grads.col.sums)):
             if result is not None and grad is not None:
@@ -222,6 +216,25 @@ def _with_class_sums(
     if spec.cols:
         cols = cols._replace(sums=found.col, counts=found.col_count)
     return rows, cols
+
+
+def _add_class_grads(
+    dq: Tensor | None,
+    dk: Tensor | None,
+    scores: Scores,
+    spec: Spec,
+    query_classes: Tensor,
+    visitor: KeyBlock,
+    row_grad: Tensor | None,
+) -> None:
+    """Add the gradients of the class sums of a block."""
+    assert visitor.classes is not None
+    own, other, col_grad = query_classes, visitor.classes, visitor.sums_grad
+    which = {"differ": spec.differ, "others": scores.rule.exclude_self}
+    if dq is not None:
+        add_class_grads(dq, visitor.key, scores.alpha, own, other, row_grad, col_grad, **which)
+    if dk is not None:
+        add_class_grads(dk, scores.q, scores.alpha, other, own, col_grad, row_grad, **which)
 
 
 def _terms(pos: Tensor | None, x: Inputs, spec: Spec) -> tuple[Tensor | None, Tensor | None]:
