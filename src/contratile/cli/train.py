@@ -81,25 +81,25 @@ def parse(argv: Sequence[str]) -> "TrainConfig":
     )
 
 
-ABOUT = """Train two encoders with a contrastive loss at any batch size.
-
-The run writes its configuration, metrics, checkpoints, a gallery for `contratile search` and report.html to --out.
-Started again with the same options, it continues from its last checkpoint.
-
-Memory: --batch may be as large as the data, since the loss needs memory linear in it. The encoders need memory for
---chunk pairs. If they run out of it, lower --chunk; the results stay the same.
-
-Data: built-in icons, a table (pairs.csv with an image or text column and a text column), webdataset shards, or a
-dataset of the Hugging Face hub. A tenth is held out for evaluation unless --test-data is given.
-
---config RECIPE.toml sets many options at once; options on the command line override it. --allow-pipe lets the data that
-a recipe names start programs (pipe:COMMAND).
-
-Examples:
-  contratile train --data pairs.csv --batch 8192 --steps 1000 --out runs/mine
-  contratile train --data pairs.csv --towers open_clip:ViT-B-32:laion2b_s34b_b79k --precision bf16 --out runs/tuned
-  torchrun --nproc-per-node 8 -m contratile train --data "shards/{0000..0999}.tar" --batch 65536 --steps 5000
-"""
+ABOUT = "\n\n".join(
+    (
+        "Train two encoders with a contrastive loss at any batch size.",
+        "The run writes its configuration, metrics, checkpoints, report.html and a gallery for `contratile search` to "
+        "--out. Started again with the same options, it continues from its last checkpoint.",
+        "Memory: --batch may be as large as the data, since the loss needs memory linear in it. The encoders need "
+        "memory for --chunk pairs. If they run out of it, lower --chunk; the results stay the same.",
+        "Data: built-in icons, a table (pairs.csv with a column of image paths or texts and a column of texts), "
+        "webdataset shards, or a dataset of the Hugging Face hub. A tenth is held out for evaluation unless "
+        "--test-data is given.",
+        "A recipe (--config RECIPE.toml) sets many options at once; options on the command line override it. With "
+        "--allow-pipe the data that a recipe names may start programs (pipe:COMMAND).",
+        "Examples:\n"
+        "  contratile train --data pairs.csv --batch 8192 --steps 1000 --out runs/mine\n"
+        "  contratile train --data pairs.csv --towers open_clip:ViT-B-32:laion2b_s34b_b79k --out runs/tuned\n"
+        '  torchrun --nproc-per-node 8 -m contratile train --data "shards/{0000..0999}.tar" --steps 5000',
+    )
+)
+"""The description in `contratile train --help`."""
 
 
 def check_out(out: Path, recipe: Path) -> None:

@@ -33,8 +33,7 @@ class LossConfig:
     """The loss and its options."""
 
     loss: LossName = "clip"
-    """clip: both directions; infonce: left to right; siglip: sigmoid; ntxent: both sides are views of one thing;
-    supcon: equal texts are one class."""
+    """clip: both directions; infonce: left to right; siglip; ntxent: sides are views; supcon: equal texts, one class."""
 
     dedup: bool = True
     """Do not use pairs of equal text as negatives of each other (clip, infonce)."""
@@ -116,8 +115,7 @@ class RunConfig:
     """Seconds that processes wait for each other before a dead or stalled one ends the run."""
 
     gallery: Literal["auto", "held-out", "all"] = "auto"
-    """Pairs that `contratile search` covers. auto: all if there are at most 20,000 and the run has at least one epoch,
-    else the held-out ones."""
+    """What `contratile search` covers: all pairs, held-out ones, or auto: all, if they are at most 20,000."""
 
     queries: tuple[str, ...] = ()
     """Texts to search for at the end of the run; the results are printed and shown in the report."""
