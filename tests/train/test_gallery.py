@@ -1,6 +1,6 @@
 """The gallery of a run: which pairs it holds, what it says about them, and searching it from Python."""
 
-import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from contratile.cli import main
 from contratile.data.catalog import open_source
 from contratile.report.gallery import Gallery, load_gallery, make_gallery, save_gallery
 from contratile.train import Trainer, encode, load_run, search, write_results
-from contratile.train.config import TrainConfig, load_config, to_toml
+from contratile.train.config import load_config, to_toml
 from contratile.train.gallery_search import example_query
 from contratile.train.results import held_out_rows
 from tests.train.runs import shapes, small
@@ -43,7 +43,7 @@ def test_results_are_marked(trained: Path, capsys: pytest.CaptureFixture[str]) -
     config = load_config(trained / "config.toml")
     training = set(open_source(config.data, "train").texts())
     assert main(["search", str(trained), "red", "ellipse", "--k", "96"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.split("  ")[0].count(".") == 1]
+    lines = [line for line in capsys.readouterr().out.splitlines() if re.match(r"-?\d\.\d{3}  ", line)]
     assert len(lines) == 96
     for line in lines:
         text, _, mark = line.split("  ")[-1].rpartition(" (")
@@ -57,7 +57,8 @@ def test_searching_from_python_gives_what_the_command_gives(trained: Path, capsy
     assert towers.training and search(towers, gallery, []) == []
     assert main(["search", str(trained), "red ellipse", "--k", "3"]) == 0
     out = capsys.readouterr().out
-    assert all(f"{score:.3f}  {name}  {text}" in out for score, name, text in zip(row.scores, row.names, row.captions))
+    found = zip(row.scores, row.names, row.captions, strict=True)
+    assert all(f"{score:.3f}  {name}  {text}" in out for score, name, text in found)
 
 
 def test_the_sheet_of_held_out_queries_has_held_out_items_alone(trained: Path) -> None:
@@ -128,8 +129,8 @@ def test_the_query_to_try_is_held_out_and_finds_its_own() -> None:
     pairs = torch.tensor([[0, 0], [1, 1], [2, 2], [3, 3]])
     texts = ["no luck here", "works at once", "works", "was trained"]
     right = torch.stack([eye[1], eye[1], eye[2], eye[3]])
-    words: Any = (["a", "b", "c", "d"], texts, ("image", "text"), ("image", "text"), [], 1)
-    gallery = Gallery(eye, right, pairs, *words, torch.tensor([False, False, False, True]))
+    kinds, trained = ("image", "text"), torch.tensor([False, False, False, True])
+    gallery = Gallery(eye, right, pairs, ["a", "b", "c", "d"], texts, kinds, kinds, [], 1, trained)
     assert example_query(gallery) == "works at once"
 
 
@@ -139,9 +140,7 @@ def test_a_recipe_may_list_queries(tmp_path: Path) -> None:
     config = load_config(recipe)
     assert config.run.queries == ("red arc", 'a "b"')
     recipe.write_text(to_toml(config))
-    assert (
-        load_config(recipe).run == config.run and load_config(recipe, TrainConfig()).run.queries == config.run.queries
-    )
+    assert load_config(recipe).run == config.run
     recipe.write_text('[run]\nqueries = "red arc"\n')
     with pytest.raises(TypeError, match="queries: expected a list, got 'red arc'"):
         load_config(recipe)
@@ -156,5 +155,4 @@ def test_one_place_to_import_from() -> None:
         assert isinstance(getattr(contratile.train, name), type)
     for name in ("encode", "retrieval", "chance", "zero_shot", "load_run", "load_gallery", "search", "open_source"):
         assert callable(getattr(contratile.train, name)) and getattr(contratile.train, name).__doc__
-    facts = json.dumps(sorted(vars(contratile.train)))
-    assert "write_results" in facts
+    assert callable(contratile.train.write_results)
