@@ -256,6 +256,9 @@ def test_text_pairs_are_searched_on_the_other_side(
     assert main(["search", str(home / "words"), query, "--k", "3", *(["--among", among] if among else [])]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head == f'nearest to "{query}" among {"positive" if found == "right" else "anchor"}'
+    marks = [" (training)" if trained else " (held out)" for trained in gallery.trained_items(found)]  # type: ignore[arg-type]
+    assert all(line.endswith(marks[i]) for line, i in zip(lines, expected, strict=True))
+    lines = [line.removesuffix(marks[i]) for line, i in zip(lines, expected, strict=True)]
     assert [line.split("  ", 1)[1].removesuffix(" (match)") for line in lines] == [words[found][i] for i in expected]
     own = words[found][1]
     assert [line.endswith("(match)") for line in lines] == [words[found][i] == own for i in expected]
@@ -287,13 +290,16 @@ def test_a_long_text_is_one_line_in_a_pipe(home: Path, elsewhere: Path, capsys: 
         gallery = load_gallery(Path(name))
         save_gallery(gallery._replace(texts=[f"{text} {'and so on ' * 30}end" for text in gallery.texts]), Path(name))
         assert main(["search", name, "red", "--k", "2"]) == 0
-        assert sum(line.endswith(" end") for line in capsys.readouterr().out.splitlines()) == 2
+        assert (
+            sum(line.endswith((" end (training)", " end (held out)")) for line in capsys.readouterr().out.splitlines())
+            == 2
+        )
 
 
 def test_reports_of_text_pairs_speak_of_texts(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = (home / "words" / "report.html").read_text(encoding="utf-8")
     assert "positive to anchor R@1" in page and "anchor to positive R@10" in page
-    assert "text to image" not in page and "What it finds" in page and "✓" in page
+    assert "text to image" not in page and "Held-out queries" in page and "✓" in page
     assert main(["eval", str(home / "words")]) == 0
     assert "anchor to positive" in capsys.readouterr().out
     assert "step 6: positive to anchor R@1" in (home / "words.log").read_text()

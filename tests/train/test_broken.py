@@ -135,7 +135,7 @@ def test_the_commands(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 
     assert main(["eval", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["broken"] == n and found["pairs"] == len(gallery.pairs)
+    assert found["broken"] == n and found["pairs"] == int((~gallery.trained).sum())
     assert main(["eval", str(folder)]) == 0
     assert f"{found['pairs']} pairs of pairs.csv (test) ({n} broken ones are left out)" in capsys.readouterr().out
     assert main(["eval", str(folder), "--broken-limit", "3"]) == 2

@@ -33,7 +33,7 @@ class LossConfig:
     """The loss and its options."""
 
     loss: LossName = "clip"
-    """clip: both directions; infonce: left to right; siglip; ntxent: sides are views; supcon: equal texts, one class."""
+    """clip: both directions; infonce: left to right; siglip; ntxent: sides are views; supcon: one class per text."""
 
     dedup: bool = True
     """Do not use pairs of equal text as negatives of each other (clip, infonce)."""
