@@ -46,7 +46,7 @@ class Gallery(NamedTuple):
     right: Tensor  # [V, D]
     pairs: Tensor  # [P, 2]: left item and right item that belong together
     names: list[str]
-    """Of left items: paths or keys of pictures, or the texts of a text pair."""
+    """Names of the left items: paths or keys of pictures, or the texts of a text pair."""
 
     texts: list[str]
     """The right items."""
