@@ -84,10 +84,11 @@ def encode(
         for part in Loader.ordered(source, prepare, **options):
             for side, features in (("left", left), ("right", right)):
                 tower = getattr(towers, side)
-                if side in kept:
-                    found = Finish(tower)(to_device(kept[side][part.index], device))
-                else:
+                outputs = kept[side][part.index] if side in kept else None
+                if outputs is None or bool(outputs[:, :1].isnan().any()):  # NaN: unreadable when they were computed
                     found = tower(to_device(getattr(part, side), device))
+                else:
+                    found = Finish(tower)(to_device(outputs, device))
                 features.append(found.float().cpu())
             index.append(part.index)
             keys += part.keys
