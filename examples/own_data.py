@@ -1,10 +1,10 @@
-"""Your own pictures: a table of paths and captions, a small CLIP trained on it from Python, evaluated and searched.
+"""Your own pictures: train a small CLIP on a table of paths and captions, evaluate it, and search the pictures.
 
     python examples/own_data.py                # in a temporary folder
-    python examples/own_data.py folder         # to look at folder/run/report.html afterwards
+    python examples/own_data.py folder         # keeps folder/run/report.html to look at
 
-The table is made on the spot: drawings of shapes in colours. `contratile train --data pairs.csv` does the same from
-the command line.
+The example draws its own pictures: shapes in several colours. On the command line, `contratile train --data pairs.csv`
+does the same.
 """
 
 import csv
@@ -13,18 +13,24 @@ import tempfile
 from itertools import product
 from pathlib import Path
 
-import torch
 from PIL import Image, ImageDraw
 
-import contratile as ct
-from contratile.data.catalog import DataConfig, open_source
-from contratile.models.towers import TowerConfig
-from contratile.report.gallery import load_gallery
-from contratile.train.config import RunConfig, TrainConfig
-from contratile.train.evaluate import chance, encode, retrieval
-from contratile.train.finish import finish, load_run
-from contratile.train.loop import Trainer
-from contratile.train.optim import OptimConfig
+from contratile.train import (
+    DataConfig,
+    OptimConfig,
+    RunConfig,
+    TowerConfig,
+    TrainConfig,
+    Trainer,
+    chance,
+    encode,
+    load_gallery,
+    load_run,
+    open_source,
+    retrieval,
+    search,
+    write_results,
+)
 
 COLOURS = ("red", "green", "blue", "orange", "purple", "black", "gray", "brown")
 SHAPES = ("disc", "ring", "square", "frame", "cross", "bar")
@@ -71,24 +77,21 @@ def main(folder: Path) -> None:
         optim=OptimConfig(lr=3e-3, warmup=5),
     )
     trainer = Trainer(config)
-    outcome = trainer.run()  # run again, it goes on from the last checkpoint
-    if outcome.encoded is not None:
-        finish(config, trainer.held_out, outcome)
+    outcome = trainer.run()  # started again, it continues from the last checkpoint
+    if outcome.held_out is not None:  # None if the run was complete before
+        write_results(trainer, outcome)
 
-    # From here on only the folder of the run is needed.
+    # From here on only the run's folder is needed.
     towers, config, _ = load_run(folder / "run", "last")
     held_out = encode(towers, open_source(config.data, "test"), chunk=64)
     metrics, guess = retrieval(held_out), chance(held_out)
     name = "text_to_image_R@5"
     print(f"{len(held_out.keys)} held-out pictures: R@5 {metrics[name]:.3f}, chance {guess[name]:.3f}")
 
-    query, gallery = "red ring", load_gallery(folder / "run")
-    with torch.no_grad():
-        features = towers.right(towers.right.prepare([query]))
-    scores, places = ct.nearest(features, gallery.left, 3)
-    print(f"nearest to {query!r}:")
-    for score, place in zip(scores[0].tolist(), places[0].tolist(), strict=True):
-        print(f"  {score:.3f}  {gallery.caption(place)}")
+    (found,) = search(towers, load_gallery(folder / "run"), ["red ring"], k=3)
+    print(f"nearest to {found.query!r} among all pictures:")
+    for place, (score, caption) in enumerate(zip(found.scores, found.captions, strict=True)):
+        print(f"  {score:.3f}  {caption} ({found.mark(place)})")
 
 
 if __name__ == "__main__":

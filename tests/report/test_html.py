@@ -18,9 +18,10 @@ from rich.console import Console
 from contratile.data.tables import Table
 from contratile.report.curves import curve, thinned, ticks
 from contratile.report.gallery import _thumbnails as thumbnails
-from contratile.report.html import HIT, SheetRow, contact_sheet, fitted, png, wrapped, write_report
-from contratile.report.html import _font as font
+from contratile.report.html import write_report
 from contratile.report.preview import preview, thumbnail
+from contratile.report.sheets import HIT, SheetRow, contact_sheet, fitted, png, wrapped
+from contratile.report.sheets import _font as font
 from tests.train import browser
 
 MAGENTA, CYAN = (255, 0, 255), (0, 200, 255)
@@ -250,7 +251,7 @@ def test_a_report_holds_everything(tmp_path: Path) -> None:
     assert "text to image R@10 | 40.00% | 1.00% | 40.0" in words and "text to image mean rank | 30.5" in words
     assert "batch | 4096" in words and "loss | clip" in words and "a note" in words
     assert "samples per second (median) | 1,01" in words
-    assert "memory of the process, at most | 1 GiB | a dense loss alone would need | 16 GiB" in words
+    assert "memory of a dense loss (computed) | 16 GiB | memory of the process, at most (measured) | 1 GiB" in words
     labels = [str(attributes["aria-label"]) for tag, attributes in page.elements if tag == "svg"]
     titles = [label.split(":")[0] for label in labels]
     assert titles == [
@@ -314,7 +315,7 @@ def test_preview_without_colours_is_a_table() -> None:
     console = Console(file=io.StringIO(), width=80)
     preview(row("arrow [bold]left"), console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert 'nearest to "arrow [bold]left"' in text and "caption 1 (its own)" in text and "0.900" in text
+    assert 'nearest to "arrow [bold]left"' in text and "caption 1 (match)" in text and "0.900" in text
     assert "▀" not in text and "\x1b" not in text
 
 

@@ -16,16 +16,19 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from contratile.report.tracking import DENSE_MATRICES, METRICS, Tracker, history, line, memory_now, rewind, size
-from contratile.report.wording import in_a_line
-from contratile.train.config import LossConfig, RunConfig, TrainConfig
+from contratile.report.loss_memory import DENSE_MATRICES, dense_loss_bytes, tiled_loss_bytes
+from contratile.report.metric_text import in_a_line
+from contratile.report.tracking import METRICS, Tracker, history, line, memory_now, rewind, size
+from contratile.train.config import LossConfig, TrainConfig
 
 ROOT = Path(__file__).parent.parent.parent
 FACTS = {"loss": 8.25, "top1": 0.0125, "scale": 14.29, "lr": 1e-3, "pairs": 4096.0, "seconds": 2.0, "epoch": 0}
 
 
-def config(out: Path, *, loss: Any = "clip", **options: Any) -> TrainConfig:
-    return TrainConfig(run=RunConfig(out=out, batch=4096, tensorboard=False, **options), loss=LossConfig(loss=loss))
+def tracked(out: Path, **options: Any) -> Tracker:
+    """A tracker of a run of 4,096 pairs in a step, without TensorBoard."""
+    memory = {"loss_memory": tiled_loss_bytes(4096, 512), "dense_memory": dense_loss_bytes(4096)}
+    return Tracker(out, **{"tensorboard": False, **memory, **options})
 
 
 def quiet() -> Console:
@@ -41,7 +44,7 @@ def said(console: Console) -> str:
 
 
 def test_every_line_is_an_object(tmp_path: Path) -> None:
-    with Tracker(config(tmp_path), steps=2, console=quiet()) as tracker:
+    with tracked(tmp_path, steps=2, console=quiet()) as tracker:
         tracker.step(1, FACTS)
         tracker.step(2, FACTS | {"loss": math.nan}, broken=Counter({"truncated image": 3}))
         tracker.evaluation(2, {"text_to_image_R@10": 0.25})
@@ -65,20 +68,20 @@ def test_every_line_is_an_object(tmp_path: Path) -> None:
 
 
 def test_lines_come_every_so_often_and_at_the_end(tmp_path: Path) -> None:
-    with Tracker(config(tmp_path, log_every=3), steps=8, console=quiet()) as tracker:
+    with tracked(tmp_path, log_every=3, steps=8, console=quiet()) as tracker:
         for step in range(1, 9):
             tracker.step(step, FACTS)
     assert [entry["step"] for entry in history(tmp_path)] == [3, 6, 8]
 
 
 def test_a_resumed_run_forgets_later_steps(tmp_path: Path) -> None:
-    with Tracker(config(tmp_path), steps=5, console=quiet()) as tracker:
+    with tracked(tmp_path, steps=5, console=quiet()) as tracker:
         for step in range(1, 5):
             tracker.step(step, FACTS | {"loss": float(step)})
     with (tmp_path / METRICS).open("a") as file:
         file.write('{"step": 5, "lo')  # killed here
     assert [entry["step"] for entry in history(tmp_path)] == [1, 2, 3, 4]
-    with Tracker(config(tmp_path), steps=5, step=2, console=quiet()) as tracker:
+    with tracked(tmp_path, steps=5, step=2, console=quiet()) as tracker:
         for step in range(3, 6):
             tracker.step(step, FACTS | {"loss": 10.0 * step})
     losses = {entry["step"]: entry["loss"] for entry in history(tmp_path)}
@@ -89,7 +92,7 @@ def test_a_resumed_run_forgets_later_steps(tmp_path: Path) -> None:
 def test_a_run_that_begins_again_says_nothing_twice(tmp_path: Path) -> None:
     """It was killed before its first checkpoint, twice."""
     for _ in range(3):
-        with Tracker(config(tmp_path), steps=5, console=quiet()) as tracker:
+        with tracked(tmp_path, steps=5, console=quiet()) as tracker:
             tracker.evaluation(0, {"text_to_image_R@10": 0.25})
             tracker.step(1, FACTS)
     assert [entry["step"] for entry in history(tmp_path)] == [0, 1]
@@ -106,7 +109,7 @@ def test_history_refuses_what_is_no_line(tmp_path: Path) -> None:
 
 def test_other_processes_are_silent(tmp_path: Path) -> None:
     console = quiet()
-    with Tracker(config(tmp_path / "run"), steps=2, main=False, console=console) as tracker:
+    with tracked(tmp_path / "run", steps=2, main=False, console=console) as tracker:
         tracker.step(1, FACTS)
         tracker.evaluation(1, {"R": 1.0})
     assert not (tmp_path / "run").exists() and not said(console)
@@ -118,19 +121,19 @@ def test_other_processes_are_silent(tmp_path: Path) -> None:
 @pytest.mark.parametrize("terminal", [False, True])
 def test_the_line_names_everything(terminal: bool, tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=200)
-    with Tracker(config(tmp_path), steps=10, console=console) as tracker:
+    with tracked(tmp_path, steps=10, console=console) as tracker:
         tracker.step(1, FACTS, broken=Counter(a=2))
         tracker.evaluation(1, {"text_to_image_R@10": 0.25})
     text = said(console)
     for part in ("loss 8.2500", "top-1 1.2%", "scale 14.3", "lr 1.00e-03", "2,048 samples/s", "2 broken samples"):
         assert part in text
-    assert "a dense loss alone 256 MiB" in text and "memory " in text
+    assert re.search(r"loss memory \d+\.?\d* MiB \(dense: 256 MiB\)", text)
     assert "step 1: text to image R@10 0.25" in text
 
 
 def test_plain_output_is_short(tmp_path: Path) -> None:
     console = quiet()
-    with Tracker(config(tmp_path), steps=1000, step=100, console=console) as tracker:
+    with tracked(tmp_path, steps=1000, step=100, console=console) as tracker:
         for step in range(101, 1001):
             tracker.step(step, FACTS)
     lines = said(console).splitlines()
@@ -167,10 +170,23 @@ def test_the_dense_figure_is_what_was_measured() -> None:
 
 
 @pytest.mark.parametrize(("loss", "views"), [("clip", 1), ("siglip", 1), ("ntxent", 2), ("supcon", 2)])
-def test_the_dense_figure_counts_views(loss: str, views: int, tmp_path: Path) -> None:
-    with Tracker(config(tmp_path, loss=loss), steps=1, console=quiet()) as tracker:
+def test_the_dense_figure_counts_views(loss: Any, views: int, tmp_path: Path) -> None:
+    config = TrainConfig(loss=LossConfig(loss=loss)).loss
+    with tracked(
+        tmp_path, steps=1, dense_memory=dense_loss_bytes(4096, views=config.views), console=quiet()
+    ) as tracker:
         tracker.step(1, FACTS)
     assert history(tmp_path)[0]["dense_memory"] == 16 * (views * 4096) ** 2
+
+
+def test_the_figure_of_the_loss_is_linear_in_the_batch() -> None:
+    """Beyond a workspace of at most 40 MiB; dense, which is quadratic, is far above it."""
+    for n in (65_536, 262_144):
+        assert 0 < tiled_loss_bytes(n, 512) - n * (512 + 3) * 4 <= 40 << 20
+    assert tiled_loss_bytes(4096, 512) < 50 << 20 < dense_loss_bytes(4096)
+    assert tiled_loss_bytes(4096, 512, cache_bytes=1 << 40) - tiled_loss_bytes(4096, 512) == 4 * 4096**2
+    alone, shared = (tiled_loss_bytes(262_144, 512, processes=world) for world in (1, 8))
+    assert shared < alone / 2, "a rank holds its share, and two visiting blocks"
 
 
 # --- other trackers -----------------------------------------------------------------------------------------------
@@ -184,7 +200,7 @@ def test_other_trackers_join_in(tmp_path: Path) -> None:
             self.heard.append((step, values))
 
     listener = Listener()
-    with Tracker(config(tmp_path), steps=1, others=[listener], console=quiet()) as tracker:
+    with tracked(tmp_path, steps=1, others=[listener], console=quiet()) as tracker:
         tracker.step(1, FACTS)
         tracker.evaluation(1, {"R@1": 0.5})
     (_, train), (step, evaluation) = listener.heard
@@ -195,11 +211,10 @@ def test_other_trackers_join_in(tmp_path: Path) -> None:
 def test_tensorboard_reads_the_run(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    made = TrainConfig(run=RunConfig(out=tmp_path, batch=64))
-    with Tracker(made, steps=4, console=quiet()) as tracker:
+    with Tracker(tmp_path, steps=4, console=quiet()) as tracker:
         for step in (1, 2, 3):
             tracker.step(step, FACTS | {"loss": float(step)})
-    with Tracker(made, steps=4, step=2, console=quiet()) as tracker:
+    with Tracker(tmp_path, steps=4, step=2, console=quiet()) as tracker:
         tracker.step(3, FACTS | {"loss": 30.0})
         tracker.evaluation(3, {"text_to_image_R@10": 0.25})
     board = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -214,7 +229,7 @@ def test_lines_of_an_evaluation_break_between_words(tmp_path: Path, terminal: bo
     """In a terminal of 80 columns; a file has whole lines."""
     console = Console(file=io.StringIO(), force_terminal=terminal, width=80, color_system=None)
     metrics = {f"{way}_R@{k}": 0.123456 for way in ("text_to_image", "image_to_text") for k in (1, 5, 10)}
-    with Tracker(config(tmp_path), steps=2, console=console) as tracker:
+    with tracked(tmp_path, steps=2, console=console) as tracker:
         tracker.evaluation(1, metrics)
     (told,) = re.findall(r"step 1: .*?image to text.*?R@10 \S+", said(console), re.DOTALL)
     words = f"step 1: {in_a_line(metrics)}".split()
@@ -228,9 +243,8 @@ def test_tensorboard_has_each_step_once(resumed: int, tmp_path: Path) -> None:
     """After a restart before the first checkpoint, and after one."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    made = TrainConfig(run=RunConfig(out=tmp_path, batch=64))
     for first in (0, resumed, resumed):
-        with Tracker(made, steps=4, step=first, console=quiet()) as tracker:
+        with Tracker(tmp_path, steps=4, step=first, console=quiet()) as tracker:
             if first == 0:
                 tracker.evaluation(0, {"R@1": 0.5})
             for step in range(first + 1, 4):
@@ -245,7 +259,7 @@ def test_tensorboard_has_each_step_once(resumed: int, tmp_path: Path) -> None:
 def test_what_was_flushed_is_on_the_disk(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with Tracker(TrainConfig(run=RunConfig(out=tmp_path, batch=64)), steps=4, console=quiet()) as tracker:
+    with Tracker(tmp_path, steps=4, console=quiet()) as tracker:
         tracker.step(1, FACTS)
         tracker.flush()
         board = EventAccumulator(str(tmp_path / "tensorboard"))

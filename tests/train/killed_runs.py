@@ -31,9 +31,9 @@ import torch
 
 from contratile.cli import main
 from contratile.report.tracking import history
-from contratile.train import checkpoint, finish, loop
+from contratile.train import checkpoint, loop, results
 from contratile.train.config import to_toml
-from contratile.train.finish import is_finished
+from contratile.train.results import is_finished
 from tests.processes import members, until
 from tests.train.runs import shapes, small
 
@@ -50,10 +50,10 @@ POINTS: dict[str, tuple[Any, str, str, int]] = {
     "between the last checkpoint and best": (checkpoint, "keep", "before", 4),
     "between best and removal": (checkpoint, "link_best", "after", 2),
     "in an evaluation": (loop, "retrieval", "before", 2),
-    "before finishing": (finish, "save_gallery", "before", 1),
-    "in the gallery": (finish, "save_gallery", "after", 1),
-    "before the report": (finish, "write_report", "before", 1),
-    "after the report": (finish, "write_report", "after", 1),
+    "before finishing": (results, "save_gallery", "before", 1),
+    "in the gallery": (results, "save_gallery", "after", 1),
+    "before the report": (results, "write_report", "before", 1),
+    "after the report": (results, "write_report", "after", 1),
 }
 
 
@@ -174,7 +174,7 @@ def points(folder: Path, names: list[str], numbers: list[signal.Signals], worker
         name = f"{point} {number.name}"
         code = ended(start(folder, name, partial(hit, point, number)))
         said = (folder / f"{name}.txt").read_text()
-        late = POINTS[point][0] is finish  # there is nothing left to save: it ends as any process does
+        late = POINTS[point][0] is results  # there is nothing left to save: it ends as any process does
         if number == signal.SIGKILL or (late and number == signal.SIGTERM):
             assert code == -number, (name, code, said)
         elif late:

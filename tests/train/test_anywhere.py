@@ -18,13 +18,13 @@ from PIL import Image
 from contratile.cli import main
 from contratile.data.catalog import open_source
 from contratile.metrics import nearest
+from contratile.models.encoding import encode
 from contratile.models.towers import build_towers
 from contratile.report.gallery import load_gallery, make_gallery, save_gallery
 from contratile.train.config import TrainConfig, load_config, to_toml
-from contratile.train.evaluate import encode
-from contratile.train.finish import load_run
+from contratile.train.load import load_run
 from contratile.train.loop import Trainer
-from contratile.train.places import absent, located, located_data, located_towers
+from contratile.train.paths import absolute_data, absolute_paths, absolute_towers, missing_data
 from tests.train.runs import clip_folder, sentence_folder, shapes, small, texts
 
 
@@ -197,22 +197,22 @@ def test_names_of_places(elsewhere: Path) -> None:
     for name in ("wn", "folder", "a+b"):
         (elsewhere / name).mkdir()
     here = str(elsewhere)
-    assert located_data("icons") == "icons" and located_data("wordnet") == "wordnet"
-    assert located_data("wordnet:wn") == f"wordnet:{here}/wn"
-    assert located_data("x/pairs.CSV") == f"{here}/x/pairs.CSV"
-    assert located_data("hf:folder:config") == f"hf:{here}/folder:config"
-    assert located_data("hf:org/name") == "hf:org/name"
-    assert located_data("a/{0..3}.tar::s3://b/{4..5}.tar") == f"{here}/a/{{0..3}}.tar::s3://b/{{4..5}}.tar"
-    assert located_data("pipe:cat a.tar") == "pipe:cat a.tar"
-    assert located_towers("tiny") == "tiny"
-    assert located_towers("hf:folder+bert-base") == f"hf:{here}/folder+bert-base"
-    assert located_towers("hf:a+b") == f"hf:{here}/a+b"
-    assert located_towers("open_clip:ViT-B-32:laion2b") == "open_clip:ViT-B-32:laion2b"
-    config = located(TrainConfig())
-    assert located(config) == config and config.run.out.is_absolute()
-    assert absent(f"{here}/x/{{0..3}}.tar") == f"{here}/x" and absent(f"{here}/{{0..3}}.tar") == ""
-    assert absent("icons") == absent("hf:org/name") == absent("wordnet") == absent("pipe:cat x.tar") == ""
-    assert absent(f"hf:{here}/gone") == f"{here}/gone" and absent("wordnet:gone") == "gone"
+    assert absolute_data("icons") == "icons" and absolute_data("wordnet") == "wordnet"
+    assert absolute_data("wordnet:wn") == f"wordnet:{here}/wn"
+    assert absolute_data("x/pairs.CSV") == f"{here}/x/pairs.CSV"
+    assert absolute_data("hf:folder:config") == f"hf:{here}/folder:config"
+    assert absolute_data("hf:org/name") == "hf:org/name"
+    assert absolute_data("a/{0..3}.tar::s3://b/{4..5}.tar") == f"{here}/a/{{0..3}}.tar::s3://b/{{4..5}}.tar"
+    assert absolute_data("pipe:cat a.tar") == "pipe:cat a.tar"
+    assert absolute_towers("tiny") == "tiny"
+    assert absolute_towers("hf:folder+bert-base") == f"hf:{here}/folder+bert-base"
+    assert absolute_towers("hf:a+b") == f"hf:{here}/a+b"
+    assert absolute_towers("open_clip:ViT-B-32:laion2b") == "open_clip:ViT-B-32:laion2b"
+    config = absolute_paths(TrainConfig())
+    assert absolute_paths(config) == config and config.run.out.is_absolute()
+    assert missing_data(f"{here}/x/{{0..3}}.tar") == f"{here}/x" and missing_data(f"{here}/{{0..3}}.tar") == ""
+    assert not any(map(missing_data, ("icons", "hf:org/name", "wordnet", "pipe:cat x.tar")))
+    assert missing_data(f"hf:{here}/gone") == f"{here}/gone" and missing_data("wordnet:gone") == "gone"
 
 
 def test_pictures_of_shards_are_in_the_gallery(home: Path, tmp_path: Path) -> None:
@@ -256,9 +256,12 @@ def test_text_pairs_are_searched_on_the_other_side(
     assert main(["search", str(home / "words"), query, "--k", "3", *(["--among", among] if among else [])]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head == f'nearest to "{query}" among {"positive" if found == "right" else "anchor"}'
-    assert [line.split("  ", 1)[1].removesuffix(" (its own)") for line in lines] == [words[found][i] for i in expected]
+    marks = [" (training)" if trained else " (held out)" for trained in gallery.trained_items(found)]  # type: ignore[arg-type]
+    assert all(line.endswith(marks[i]) for line, i in zip(lines, expected, strict=True))
+    lines = [line.removesuffix(marks[i]) for line, i in zip(lines, expected, strict=True)]
+    assert [line.split("  ", 1)[1].removesuffix(" (match)") for line in lines] == [words[found][i] for i in expected]
     own = words[found][1]
-    assert [line.endswith("(its own)") for line in lines] == [words[found][i] == own for i in expected]
+    assert [line.endswith("(match)") for line in lines] == [words[found][i] == own for i in expected]
 
 
 def test_an_image_is_looked_for_among_texts(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,13 +290,16 @@ def test_a_long_text_is_one_line_in_a_pipe(home: Path, elsewhere: Path, capsys: 
         gallery = load_gallery(Path(name))
         save_gallery(gallery._replace(texts=[f"{text} {'and so on ' * 30}end" for text in gallery.texts]), Path(name))
         assert main(["search", name, "red", "--k", "2"]) == 0
-        assert sum(line.endswith(" end") for line in capsys.readouterr().out.splitlines()) == 2
+        assert (
+            sum(line.endswith((" end (training)", " end (held out)")) for line in capsys.readouterr().out.splitlines())
+            == 2
+        )
 
 
 def test_reports_of_text_pairs_speak_of_texts(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = (home / "words" / "report.html").read_text(encoding="utf-8")
     assert "positive to anchor R@1" in page and "anchor to positive R@10" in page
-    assert "text to image" not in page and "What it finds" in page and "✓" in page
+    assert "text to image" not in page and "Held-out queries" in page and "✓" in page
     assert main(["eval", str(home / "words")]) == 0
     assert "anchor to positive" in capsys.readouterr().out
     assert "step 6: positive to anchor R@1" in (home / "words.log").read_text()

@@ -11,11 +11,11 @@ import torch
 from contratile.cli import main
 from contratile.data import Broken, Indexed
 from contratile.data.catalog import open_source
+from contratile.models.encoding import encode
 from contratile.models.locked import kept_outputs, rows_of
 from contratile.report.gallery import load_gallery
 from contratile.report.tracking import history
 from contratile.train.config import TrainConfig, to_toml
-from contratile.train.evaluate import encode
 from contratile.train.loop import Trainer
 from tests.ranks import launch_environment, torchrun
 from tests.train.runs import losses, shapes, small
@@ -63,7 +63,7 @@ def test_a_run_with_broken_samples(table: Path, tmp_path: Path, lock: str, worke
     bad = broken(trainer.held_out)
     assert isinstance(trainer.held_out, Indexed) and len(bad) > 10 and len(broken(trainer.source)) > 40
     outcome = trainer.run()
-    found = outcome.encoded
+    found = outcome.held_out
     assert outcome.finished and found is not None
     assert found.places.tolist() == [n for n in range(len(trainer.held_out)) if n not in bad]
     assert found.broken == outcome.metrics["skipped"] == len(bad)
@@ -135,7 +135,7 @@ def test_the_commands(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 
     assert main(["eval", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["broken"] == n and found["pairs"] == len(gallery.pairs)
+    assert found["broken"] == n and found["pairs"] == int((~gallery.trained).sum())
     assert main(["eval", str(folder)]) == 0
     assert f"{found['pairs']} pairs of pairs.csv (test) ({n} broken ones are left out)" in capsys.readouterr().out
     assert main(["eval", str(folder), "--broken-limit", "3"]) == 2

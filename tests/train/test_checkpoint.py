@@ -22,7 +22,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from contratile.train import checkpoint
-from contratile.train.tree import flatten, restore
+from contratile.train.optim import load_optimizer
+from contratile.train.random_state import random_state, set_random_state
+from contratile.train.state_tree import flatten, restore
 from tests.helpers import randn
 
 ROOT = Path(__file__).parent.parent.parent
@@ -109,7 +111,7 @@ def test_a_restored_optimizer_goes_on_bitwise(name: str, dtype: torch.dtype, tmp
     assert_equal(loaded["model"], dict(state["model"]))
     twin, twin_optimizer = fresh()
     twin.load_state_dict(loaded["model"])
-    checkpoint.load_optimizer(twin_optimizer, loaded["optimizer"])
+    load_optimizer(twin_optimizer, loaded["optimizer"])
     train(model, optimizer, range(3, 6))
     train(twin, twin_optimizer, range(3, 6))
     assert_equal(dict(twin.state_dict()), dict(model.state_dict()))
@@ -196,10 +198,10 @@ def test_random_states_are_put_back(tmp_path: Path) -> None:
         return random.random(), random.gauss(0, 1), float(numpy.random.normal()), float(torch.rand(()))
 
     draw()  # leaves half a pair of normal numbers in each generator
-    checkpoint.save(tmp_path / "r", {"random": checkpoint.random_state()}, {})
+    checkpoint.save(tmp_path / "r", {"random": random_state()}, {})
     first = draw()
     assert draw() != first
-    checkpoint.set_random_state(checkpoint.load(tmp_path / "r")[0]["random"])
+    set_random_state(checkpoint.load(tmp_path / "r")[0]["random"])
     assert draw() == first
 
 

@@ -13,11 +13,13 @@ from contratile.cli import main
 from contratile.data.catalog import DataConfig, open_source
 from contratile.data.loader import Batch
 from contratile.data.rows import Subset
+from contratile.models.encoding import encode
 from contratile.report.gallery import load_gallery
 from contratile.train.config import TrainConfig, load_config, to_toml
-from contratile.train.evaluate import encode
-from contratile.train.finish import is_finished, load_run
-from contratile.train.loop import Trainer, fitted
+from contratile.train.load import load_run
+from contratile.train.loop import Trainer
+from contratile.train.results import is_finished
+from contratile.train.setup import fit_batch
 from tests.train.runs import shapes, small
 
 
@@ -88,7 +90,10 @@ def test_a_run_that_went_on_has_no_weights_for_its_old_gallery(
     (copy / "checkpoints" / "step-00000008").rename(copy / "checkpoints" / "step-00000009")
     assert main(["search", str(copy), "red"]) == 2
     told = capsys.readouterr().err
-    assert "step-00000008: expected a folder, got nothing there. The run has" in told and "made anew at its end" in told
+    assert (
+        "step-00000008: expected a folder, got nothing there. The run has" in told
+        and "writes its gallery again at its end" in told
+    )
 
 
 def test_eval(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,9 +176,9 @@ def test_search_uses_the_weights_of_the_gallery(run: Path, capsys: pytest.Captur
     """A text that is in the gallery scores with its own image what the last evaluation gave them."""
     gallery = load_gallery(run)
     towers, config, step = load_run(run, "last")
-    encoded = encode(towers, open_source(config.data, "test"), chunk=16)
+    held_out, training = (encode(towers, open_source(config.data, split), chunk=16) for split in ("test", "train"))
     assert gallery.step == step == 8
-    best = float((encoded.right[0] @ encoded.left.T).max())
+    best = float((held_out.right[0] @ torch.cat([held_out.left, training.left]).T).max())
     assert main(["search", str(run), gallery.texts[0], "--k", "1"]) == 0
     (score,) = re.findall(r"-?\d\.\d{3}", capsys.readouterr().out)
     assert float(score) == pytest.approx(best, abs=2e-3)  # the gallery is in 16 bit
@@ -204,7 +209,7 @@ def test_a_batch_that_is_larger_than_the_data(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "recipe.toml").write_text(to_toml(config), encoding="utf-8")
     words = ["train", "--config", str(tmp_path / "recipe.toml")]
     pairs = len(open_source(config.data, "train"))  # type: ignore[arg-type]
-    told = f"batch 4,096 is larger than the data: {pairs}, of {pairs} pairs to train on, in every step"
+    told = f"batch 4,096 is larger than the {pairs} training pairs: using {pairs}"
     assert main(words) == 0
     captured = capsys.readouterr()
     assert told in captured.err and f"compared {pairs} pairs" in captured.out and "drop_last" not in captured.err
@@ -217,7 +222,7 @@ def test_a_batch_that_is_larger_than_the_data(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(("pairs", "world", "batch"), [(86, 1, 86), (86, 4, 84), (3, 4, 3), (4096, 4, 4096)])
 def test_a_batch_that_fits_the_data_and_the_processes(pairs: int, world: int, batch: int) -> None:
     source = Subset(open_source(DataConfig(data="icons"), "train"), range(pairs))  # type: ignore[arg-type]
-    assert fitted(TrainConfig(), source, world).run.batch == batch
+    assert fit_batch(TrainConfig(), source, world).run.batch == batch
 
 
 def test_memory_that_does_not_suffice(

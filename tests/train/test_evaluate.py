@@ -11,9 +11,10 @@ from torch import Tensor
 
 from contratile.cli import main
 from contratile.data.catalog import open_source
+from contratile.models.encoding import SourceFeatures, encode, matches
 from contratile.models.towers import build_towers
-from contratile.train import checkpoint, finish
-from contratile.train.evaluate import Encoded, chance, encode, matches, not_finite, retrieval
+from contratile.train import checkpoint, load
+from contratile.train.evaluate import chance, not_finite, retrieval
 from contratile.train.loop import Trainer
 from tests.train.runs import shapes, small
 
@@ -23,11 +24,11 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shapes(tmp_path_factory.mktemp("shapes"))
 
 
-def encoded(names: list[str], texts: list[str], left: Tensor, right: Tensor) -> Encoded:
-    return Encoded(left, right, torch.arange(len(names)), [f"row {i}" for i in range(len(names))], texts, names)
+def encoded(names: list[str], texts: list[str], left: Tensor, right: Tensor) -> SourceFeatures:
+    return SourceFeatures(left, right, torch.arange(len(names)), [f"row {i}" for i in range(len(names))], texts, names)
 
 
-def perfect(names: list[str], texts: list[str]) -> Encoded:
+def perfect(names: list[str], texts: list[str]) -> SourceFeatures:
     """Pictures are orthogonal; a text is its first picture, and a little of itself: every text differs."""
     eye, more = torch.eye(64), torch.randn(len(texts), 64, generator=torch.Generator().manual_seed(0))
     first = {text: names[texts.index(text)] for text in texts}
@@ -191,15 +192,15 @@ def test_eval_of_spoiled_weights(
     table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Trainer(small(table, tmp_path, steps=2)).run()
-    load = finish.load_run
+    real = load.load_run
 
-    def spoiled(*arguments: Any, **options: Any) -> finish.Run:
-        run = load(*arguments, **options)
+    def spoiled(*arguments: Any, **options: Any) -> load.Run:
+        run = real(*arguments, **options)
         with torch.no_grad():
             next(run.towers.right.parameters()).fill_(math.nan)
         return run
 
-    monkeypatch.setattr(finish, "load_run", spoiled)
+    monkeypatch.setattr(load, "load_run", spoiled)
     assert main(["eval", str(tmp_path), "--json"]) == 2
     told = capsys.readouterr()
     assert "the right (text) tower" in told.err and "Traceback" not in told.err and not told.out

@@ -62,8 +62,8 @@ def test_features_that_are_not_normalised(
 
 def test_what_is_learned_is_found_again(table: Path, tmp_path: Path) -> None:
     outcome = Trainer(small(table, tmp_path, steps=60)).run()
-    assert outcome.encoded is not None
-    n = len(outcome.encoded.keys)
+    assert outcome.held_out is not None
+    n = len(outcome.held_out.keys)
     assert outcome.metrics["text_to_image_R@1"] > 3 / n
     steps = [entry for entry in history(tmp_path) if "loss" in entry]
     assert {"loss", "top1", "scale", "lr", "samples_per_second", "memory", "dense_memory"} <= steps[-1].keys()

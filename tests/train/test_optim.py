@@ -278,7 +278,7 @@ def test_rates_of_backbones_that_are_not_there() -> None:
     towers = build_towers(TowerConfig(width=32, depth=1), texts=["a"])
     with pytest.raises(ValueError, match="backbone_lr: expected a pretrained backbone that is not locked, got 1e-05"):
         resolved(OptimConfig(backbone_lr=1e-5), towers)
-    with pytest.raises(ValueError, match="lr: expected more than 0 beside a backbone_lr"):
+    with pytest.raises(ValueError, match="lr: expected more than 0 with a backbone_lr"):
         OptimConfig(lr=0.0, backbone_lr=1e-5)
     with pytest.raises(ValueError, match=r"min_lr: expected at most lr = 0\.001"):
         OptimConfig(min_lr=1.0)

@@ -76,7 +76,7 @@ def test_compiled_towers_learn_the_same(table: Path, tmp_path: Path) -> None:
     torch._dynamo.reset()
     for name, on in (("plain", False), ("compiled", True)):
         trainer = Trainer(small(table, tmp_path / name, compile=on, chunk=32, **{**SHORT, "steps": 2}))
-        kinds = {type(encoder).__name__ for encoder in trainer.cache.feed.encoders}
+        kinds = {type(encoder).__name__ for encoder in trainer.cache.feed.encoders[:2]}
         assert kinds == ({"OptimizedModule"} if on else {"Tower"})
         trainer.run()
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from contratile.train import checkpoint
-from contratile.train.finish import load_run
+from contratile.train.load import load_run
 from contratile.train.loop import Trainer
 from contratile.train.resume import find_checkpoint
 from tests.train.runs import losses, shapes, small, weights
@@ -106,7 +106,7 @@ def test_auto_goes_on_from_the_one_before_a_damaged_one(table: Path, run: Path, 
     shutil.copytree(run, copy, symlinks=True)
     for number in (3, 4):
         harm(copy / "checkpoints" / f"step-{number:08d}")
-    told = r"step-0000000[34]: expected model.safetensors with checksum .* set aside as .* goes on from step-00000002"
+    told = r"step-0000000[34]: expected model.safetensors with checksum .* set aside as .* resuming from step-00000002"
     with pytest.warns(UserWarning, match=told) as warned:
         trainer = Trainer(small(table, copy, **FOUR))
     assert (len(warned), trainer.step) == (2, 2)
@@ -143,7 +143,7 @@ def test_nothing_but_damaged_ones(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, copy, symlinks=True)
     for folder in checkpoint.steps(copy):
         (folder / "manifest.json").write_text("rubbish")
-    with pytest.raises(ValueError, match=r"resume: expected a checkpoint that is not damaged, got .* to start anew"):
+    with pytest.raises(ValueError, match=r"resume: expected a checkpoint that is not damaged, got .* to start again"):
         find_checkpoint("auto", copy)
     with pytest.raises(ValueError, match="out: expected a folder without a run"):
         find_checkpoint("never", copy)

@@ -65,7 +65,7 @@ COMMANDS = (
         "the images or texts of a run that are nearest to a query",
         "contratile.cli.search:search",
         "contratile.cli.search:parser",
-        'contratile search runs/icons "arrow pointing left"',
+        'contratile search runs/icons "battery charging"',
     ),
     Command(
         "tiles",

@@ -1,4 +1,4 @@
-"""`contratile search`: the nearest of a run's held-out images or texts to a query. It reads the run's folder alone."""
+"""`contratile search`: find the images or texts of a run that are nearest to a query. Needs only the run's folder."""
 
 import argparse
 from collections.abc import Sequence
@@ -12,28 +12,41 @@ from contratile.printable import printable
 
 if TYPE_CHECKING:
     from contratile.report.gallery import Side
-    from contratile.report.html import SheetRow
+    from contratile.report.sheets import SheetRow
 
 
 def parser() -> argparse.ArgumentParser:
-    """Its options."""
-    parser = Parser(prog="contratile search", description="Look for something in a run's gallery.")
+    """The options of the command."""
+    parser = Parser(
+        prog="contratile search",
+        description="Search the gallery of a finished run. It holds the held-out pairs, and for small data (or with "
+        "`contratile train --gallery all`) the training pairs too; each result says which it is.",
+    )
     parser.add_argument("run", type=Path, help="folder of a finished run")
-    parser.add_argument("query", nargs="+", help='what to look for, for example "arrow pointing left"')
-    parser.add_argument("--k", type=int, default=8, help="how many to show (default: 8)")
+    parser.add_argument("query", nargs="+", help='what to search for, for example "battery charging"')
+    parser.add_argument("--k", type=int, default=8, help="number of results (default: 8)")
     parser.add_argument(
         "--among",
         choices=("left", "right"),
-        help="the side of the pairs that is looked in; the query is of the other one. Default: left where that holds "
-        "images, for a text; right of text pairs, for a text of the left column. An image (its path) is looked for "
-        "with right",
+        help="the side of the pairs to search; the query is of the other side. Left if that holds images, so that the "
+        "query is a text; right for text pairs, so that it is a text of the left column. To find texts for an image, "
+        "pass right and the path of the image",
     )
-    parser.add_argument("--out", type=Path, help="the contact sheet (default: search.png in the run's folder)")
+    parser.add_argument(
+        "--out", type=Path, help="where to write the contact sheet (default: search.png in the run's folder)"
+    )
     return parser
 
 
 def search(argv: Sequence[str]) -> int:
-    """The nearest of a run's held-out images (or texts) to a query."""
+    """Search a run.
+
+    Args:
+        argv: The words after `contratile search`.
+
+    Returns:
+        The exit code.
+    """
     options = parser().parse_args(argv)
     if missing("search", TRAIN, "train"):
         return 1
@@ -43,31 +56,30 @@ def search(argv: Sequence[str]) -> int:
 
 
 def _search(options: Any) -> None:
-    import torch
-
     from contratile.data.images import SUFFIXES
     from contratile.report.gallery import found_rows, load_gallery
     from contratile.train.checkpoint import step_name
-    from contratile.train.finish import load_run
+    from contratile.train.gallery_search import encode_queries, searched_side
+    from contratile.train.load import load_run
 
     run, query = options.run, printable(" ".join(options.query))
     if options.out is not None and options.out.is_dir():
         bad_value("out", expected="the name of a picture", got=f"the folder {options.out}", remedy="Add a name.")
     if not query.strip():
-        bad_value("query", expected="a text, or the path of a picture", got=repr(query), remedy="Say what to look for.")
+        bad_value(
+            "query", expected="a text, or the path of a picture", got=repr(query), remedy="Say what to search for."
+        )
     gallery = load_gallery(run)
     pictures = gallery.kinds[0] == "image"
-    among: Side = options.among or ("left" if pictures else "right")
-    # The weights that made the gallery's features, which need not be the best ones.
+    among: Side = options.among or searched_side(gallery)
+    # The weights that produced the gallery, which need not be the best ones.
     towers, _, _ = load_run(run, step_name(gallery.step))
     tower = towers.right if among == "left" else towers.left
     if tower.kind == "text" and pictures and Path(query).suffix.lower() in SUFFIXES and Path(query).is_file():
-        remedy = "Pass --among right to look for the texts of that picture."
+        remedy = "Pass --among right to find the texts of that picture."
         bad_value("query", expected="a text", got=f"a picture, {query}", remedy=remedy)
     asked: Any = query if tower.kind == "text" else _picture(query)
-    with torch.no_grad():
-        features = tower(tower.prepare([asked])).float()
-    (row,) = found_rows(gallery, [query], features, k=options.k, among=among)
+    (row,) = found_rows(gallery, [query], encode_queries(tower, [asked]), k=options.k, among=among)
     if pictures and among == "left":
         _show_pictures(row, options.out or run / "search.png", options.k)
         return
@@ -81,12 +93,13 @@ def _search(options: Any) -> None:
 
 
 def lines(row: "SheetRow") -> list[str]:
-    """What was found, a line each: score, name if there is one, text."""
+    """A line per result: score, name if there is one, text, and whether it was trained on."""
     names = row.names or [""] * len(row.captions)
-    found = zip(row.scores, names, row.captions, row.hits, strict=True)
+    marks = [f" ({row.mark(place)})" if row.trained else "" for place in range(len(row.captions))]
+    found = zip(row.scores, names, row.captions, row.hits, marks, strict=True)
     return [
-        printable("  ".join(filter(None, (f"{score:.3f}", name, text + " (its own)" * hit))))
-        for score, name, text, hit in found
+        printable("  ".join(filter(None, (f"{score:.3f}", name, text + " (match)" * hit + mark))))
+        for score, name, text, hit, mark in found
     ]
 
 
@@ -94,8 +107,8 @@ def _show_pictures(row: "SheetRow", out: Path, k: int) -> None:
     from rich.console import Console
 
     from contratile.data.files import written_whole
-    from contratile.report.html import contact_sheet, png
     from contratile.report.preview import preview
+    from contratile.report.sheets import contact_sheet, png
 
     console = Console()
     if console.is_terminal:
@@ -106,7 +119,7 @@ def _show_pictures(row: "SheetRow", out: Path, k: int) -> None:
         draft.write_bytes(png(contact_sheet([row], columns=k)))
     absent = sum(image is None for image in row.images)
     if absent:
-        print(f"{absent} of {len(row.images)} pictures are not in the gallery and left blank")
+        print(f"{absent} of {len(row.images)} pictures are not in the gallery and are left blank")
     print(f"contact sheet: {out}")
 
 
@@ -122,5 +135,5 @@ def _picture(path: str) -> Any:
             "query",
             expected="the path of a picture with --among right",
             got=f"{path!r} ({reason})",
-            remedy="To look for images with a text, drop --among.",
+            remedy="To search images with a text, drop --among.",
         )

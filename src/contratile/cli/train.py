@@ -1,11 +1,12 @@
-"""`contratile train`: train a pair of encoders, everything an option."""
+"""`contratile train`: train a pair of encoders. Every field of `TrainConfig` is an option."""
 
 import argparse
 import os
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from contratile.cli.extras import TRAIN, missing, quiet_progress
 from contratile.cli.options import check_options, options_of
@@ -14,10 +15,19 @@ from contratile.printable import printable
 
 if TYPE_CHECKING:
     from contratile.train.config import TrainConfig
+    from contratile.train.loop import Outcome, Trainer
+    from contratile.train.results import Written
 
 
 def train(argv: Sequence[str]) -> int:
-    """Train two encoders; everything is an option, and a recipe sets many at once."""
+    """Train two encoders and write results.
+
+    Args:
+        argv: The words after `contratile train`.
+
+    Returns:
+        The exit code.
+    """
     if missing("train", TRAIN, "train"):
         return 1
     quiet_progress()
@@ -31,11 +41,11 @@ def train(argv: Sequence[str]) -> int:
         with watched("to go on"):
             return _train(config)
     except torch.OutOfMemoryError as error:
-        remedy = f"Lower --chunk (now {config.run.chunk}), or pass --checkpointing; the batch may stay as it is."
+        remedy = f"Lower --chunk (now {config.run.chunk}), or pass --checkpointing; the batch can stay as it is."
         print(f"contratile train: {error}\n{remedy}", file=sys.stderr)
         return 1
     except RankLost as error:
-        remedy = "The same command goes on from the last checkpoint. Waiting for others is limited by --timeout."
+        remedy = "The same command resumes from the last checkpoint. --timeout limits how long processes wait."
         print(f"contratile train: {error}\n{remedy}", file=sys.stderr)
         return 1
     except RuntimeError as error:
@@ -46,7 +56,7 @@ def train(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> "TrainConfig":
-    """The options, on top of those of `--config RECIPE`."""
+    """Parse the options, on top of those of `--config RECIPE`."""
     import tyro
 
     from contratile.train.config import TrainConfig, load_config
@@ -61,32 +71,53 @@ def parse(argv: Sequence[str]) -> "TrainConfig":
         default = load_config(known.config, allow_pipe=known.allow_pipe)
         if not any(word.partition("=")[0] == "--out" for word in rest):
             check_out(default.run.out, known.config)
-    about = (
-        "Train two encoders with a contrastive loss at any batch size. --config RECIPE.toml sets options at once; "
-        "--allow-pipe lets the data that a recipe names start programs (pipe:COMMAND)."
-    )
     return tyro.cli(
         TrainConfig,
         args=rest,
         default=default,
         prog="contratile train",
-        description=about,
+        description=ABOUT,
         config=(tyro.conf.OmitArgPrefixes,),
     )
 
 
+ABOUT = "\n\n".join(
+    (
+        "Train two encoders with a contrastive loss at any batch size.",
+        "The run writes its configuration, metrics, checkpoints, report.html and a gallery for `contratile search` to "
+        "--out. Started again with the same options, it continues from its last checkpoint.",
+        "Memory: --batch may be as large as the data, since the loss needs memory linear in it. The encoders need "
+        "memory for --chunk pairs. If they run out of it, lower --chunk; the results stay the same.",
+        "Data: built-in icons, a table (pairs.csv with a column of image paths or texts and a column of texts), "
+        "webdataset shards, or a dataset of the Hugging Face hub. A tenth is held out for evaluation unless "
+        "--test-data is given.",
+        "A recipe (--config RECIPE.toml) sets many options at once; options on the command line override it. With "
+        "--allow-pipe the data that a recipe names may start programs (pipe:COMMAND).",
+        "Examples:\n"
+        "  contratile train --data pairs.csv --batch 8192 --steps 1000 --out runs/mine\n"
+        "  contratile train --data pairs.csv --towers open_clip:ViT-B-32:laion2b_s34b_b79k --out runs/tuned\n"
+        '  torchrun --nproc-per-node 8 -m contratile train --data "shards/{0000..0999}.tar" --steps 5000',
+    )
+)
+"""The description in `contratile train --help`."""
+
+
 def check_out(out: Path, recipe: Path) -> None:
-    """A recipe may name a new folder or a run's, not one with other things in it: files there would be replaced."""
+    """Refuse an output folder named by a recipe that holds other files: they could be replaced.
+
+    Raises:
+        ValueError: The folder is neither new nor that of a run.
+    """
     from contratile.train.config import CONFIG, load_config
 
     try:
         names = [path.name for path in out.iterdir()] if out.is_dir() else []
         if CONFIG in names:
-            load_config(out / CONFIG)  # of a run, if that is what it is
+            load_config(out / CONFIG)  # raises if it is not the configuration of a run
             return
     except (ValueError, TypeError, OSError):
         names = [CONFIG]
-    # What a run has written that was ended before its configuration was.
+    # A run that was killed early may have written these before its configuration.
     others = [name for name in names if not name.startswith((".", "tokenizer.json", "kept-", "checkpoints"))]
     if others:
         remedy = "Pass --out yourself to write there, or to another folder."
@@ -101,11 +132,9 @@ def check_out(out: Path, recipe: Path) -> None:
 def _train(config: "TrainConfig") -> int:
     from rich.console import Console
 
-    from contratile.report.wording import table
-    from contratile.train.evaluate import chance
-    from contratile.train.finish import finish
     from contratile.train.header import header
-    from contratile.train.loop import BEST, Trainer
+    from contratile.train.loop import Trainer
+    from contratile.train.results import write_results
 
     console = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
     with console.status("preparing data and towers") as status:
@@ -114,7 +143,7 @@ def _train(config: "TrainConfig") -> int:
             notify=status.update,
             say=lambda text: console.print(printable(text, lines=True), markup=False, highlight=False),
         )
-    config = trainer.config  # with the rates, the paths and the batch that were left open
+    config = trainer.config  # paths, batch and rates are filled in now
     run = config.run.out
     if trainer.main:
         for line in (*header(trainer), *trainer.notices):
@@ -128,17 +157,41 @@ def _train(config: "TrainConfig") -> int:
         again = "the same command" + ("" if config.run.resume == "auto" else " with --resume auto")
         print(f"stopped at step {outcome.step}; {again} continues from there ({run})", file=sys.stderr)
         return 0
-    if outcome.encoded is None:  # it had been finished before, and everything is there
-        hint = f"see {run / 'report.html'}, or start anew with another --out"
+    if outcome.held_out is None:  # the run and its results were complete before
+        hint = f"see {run / 'report.html'}, or start again with another --out"
         print(f"nothing left to do: {run} has all {outcome.step} steps; {hint}", file=sys.stderr)
         return 0
-    written = finish(config, trainer.held_out, outcome)
-    guess = chance(outcome.encoded)
+    with console.status("writing results") as status:
+        written = write_results(trainer, outcome, notify=_progress(console, status))
+    _print_results(trainer, outcome, written)
+    return 0
+
+
+def _progress(console: Any, status: Any) -> Callable[[str], object]:
+    """Show a status text; as a line of its own if the output is not a terminal."""
+    if console.is_terminal:
+        return status.update  # type: ignore[no-any-return]  # rich's status
+    return lambda text: console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_results(trainer: "Trainer", outcome: "Outcome", written: "Written") -> None:
+    from contratile.cli.search import lines
+    from contratile.report.metric_text import table
+    from contratile.train.evaluate import chance
+    from contratile.train.loop import BEST
+
+    assert outcome.held_out is not None
+    guess = chance(outcome.held_out)
     print("\n".join(map(printable, written.notes)))
     print(printable("\n".join(table(outcome.metrics, guess, trainer.sides)), lines=True))
     print(f"R@10 is {outcome.metrics[BEST] / guess[BEST]:.0f} times chance")
-    print(f"these are the weights of step {outcome.step}; best, which eval takes, is step {trainer.best_step}")
+    print(
+        f"These are the weights of step {outcome.step}; the best ones, used by `contratile eval`, are of step", end=" "
+    )
+    print(trainer.best_step)
+    for row in written.searched:
+        print(f'nearest to "{printable(row.query)}"', *(f"  {line}" for line in lines(row)), sep="\n")
     print(f"report: {written.report}")
     if written.sheet is not None:
         print(f"contact sheet: {written.sheet}")
-    return 0
+    print(printable(f"try: contratile search {shlex.quote(str(trainer.config.run.out))} {shlex.quote(written.query)}"))

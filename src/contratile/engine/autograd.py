@@ -44,24 +44,21 @@ def pair_stats(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
         cache_bytes=spec.cache_bytes if wants_grad else 0,
     )
     if not torch.compiler.is_compiling():
-        stats = _eager(ring, x, own)
+        tensors = _Pairs.apply(ring, own, *x)  # type: ignore[no-untyped-call]  # torch has no types
     elif ring.team.size == 1:
-        stats = compiled.pair_stats(x, own)
+        tensors = compiled.pair_stats(x, own).tensors()
     else:
-        stats = _graph_break()(ring, x, own)
+        tensors = _graph_break()(ring, own, *x)
+    stats = PairStats.of(tensors, spec.unit)
     if symmetric and spec.cols:
         return stats._replace(row=stats.row if spec.rows else SideStats(), col=stats.row)
     return stats
 
 
-def _eager(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
-    return PairStats.of(_Pairs.apply(ring, spec, *x), spec.unit)  # type: ignore[no-untyped-call]  # torch has no types
-
-
 @cache
-def _graph_break() -> Callable[..., PairStats]:
+def _graph_break() -> Callable[..., tuple[Any, ...]]:
     """Collectives run eagerly under `torch.compile`, whose modules are imported only when needed."""
-    return torch.compiler.disable(_eager)  # type: ignore[no-any-return, no-untyped-call]
+    return torch.compiler.disable(lambda *arguments: _Pairs.apply(*arguments))  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Pairs(torch.autograd.Function):

@@ -19,20 +19,13 @@ from torch import Tensor
 
 from contratile.engine import reserve
 from contratile.engine.backends import registry, torch_tiles
-from contratile.engine.backends.block import (
-    Given,
-    Gradients,
-    Levels,
-    Scores,
-    SideGrad,
-    SideParts,
-    accumulation_dtype,
-)
+from contratile.engine.backends.block import Given, Gradients, Scores, SideGrad
 from contratile.engine.backends.precision import library_products, resolve
 from contratile.engine.classes import add_class_grads, class_sums
 from contratile.engine.plan import TilePlan, plan_tiles
 from contratile.engine.rule import PairRule
 from contratile.engine.spec import InputGrads, Inputs, PairStats, SideStats, Spec, Wanted
+from contratile.engine.stats import SideParts, accumulation_dtype
 from contratile.ring.ring import Ring, RingPass
 
 
@@ -64,7 +57,7 @@ def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     alpha = _alpha(x.scale, spec, accumulation_dtype(x.query.dtype))
     pos = None if x.labels is None else alpha.new_zeros(x.query.shape[0])
     items = cached_items(ring, x, spec)
-    cache = reserve.take(sum(items), alpha)
+    cache = reserve.take(sum(items), alpha) if spec.cache_bytes else alpha.new_empty(0)
     caches = _pieces(cache, items)
     mine = KeyBlock(x.keys, x.key_ids, x.key_classes)
     level = x.query_level
@@ -72,19 +65,19 @@ def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     if spec.compares and pos is not None:
         assert tiles is torch_tiles, "kernels do not compare with positives"
         level = torch.zeros_like(pos)
-        home = _scores(ring, ring.team.rank, x, mine, spec, alpha, cache[:0])
+        home = _scores(ring, ring.team.rank, x, mine, spec, alpha, cache[:0], level)
         torch_tiles.positives(home, level)
-        home.score_(pos.copy_(level))
+        torch_tiles.score_(home, pos.copy_(level))
         if spec.cols:
             mine = mine._replace(level=_by_key(level, x, otherwise=torch.inf))
     trip: RingPass[KeyBlock, SideParts] = RingPass(ring, mine)
     rows: SideParts | None = None
     for block in trip:
         visitor = block.carried
-        scores = _scores(ring, block.source, x, visitor, spec, alpha, next(caches))
+        scores = _scores(ring, block.source, x, visitor, spec, alpha, next(caches), level)
         reads = pos if block.home and not spec.compares else None
         with library_products(spec.precision, x.query):
-            new_rows, cols = tiles.forward(scores, spec, Levels(level, visitor.level), reads)
+            new_rows, cols = tiles.forward(scores, spec, reads)
         if x.query_classes is not None and visitor.classes is not None:
             new_rows, cols = _with_class_sums(new_rows, cols, x.query_classes, visitor.classes, scores, spec)
         block.gathered = cols if spec.cols else None
@@ -137,7 +130,7 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
     trip: RingPass[KeyBlock, KeyGrad] = RingPass(ring, mine)
     for block in trip:
         visitor = block.carried
-        scores = _scores(ring, block.source, x, visitor, spec, alpha, next(caches))
+        scores = _scores(ring, block.source, x, visitor, spec, alpha, next(caches), level)
         mirrored = scores.k is None
         theirs = None
         if visitor.grad is not None and not mirrored:
@@ -155,13 +148,7 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
         if dscale is not None and dalpha is not None and dalpha is not dscale:
             dscale += dalpha / 2
         if visitor.classes is not None and x.query_classes is not None:
-            own, other = x.query_classes, visitor.classes
-            u, v = grads.row.sums, visitor.sums_grad
-            which = {"differ": spec.differ, "others": scores.rule.exclude_self}
-            if dq is not None:
-                add_class_grads(dq, visitor.key, alpha, own, other, u, v, **which)
-            if dk is not None:
-                add_class_grads(dk, x.query, alpha, other, own, v, u, **which)
+            _add_class_grads(dq, dk, scores, spec, x.query_classes, visitor, grads.row.sums)
     if dscale is not None:
         for result, grad in ((results.row.sums, grads.row.sums), (results.col.sums, grads.col.sums)):
             if result is not None and grad is not None:
@@ -189,7 +176,16 @@ def _side_grad(side: SideStats, grad: SideStats, spec: Spec, level: Tensor | Non
     return SideGrad(side.total, grad.total * side.slack, level)
 
 
-def _scores(ring: Ring, source: int, x: Inputs, visitor: KeyBlock, spec: Spec, alpha: Tensor, cache: Tensor) -> Scores:
+def _scores(
+    ring: Ring,
+    source: int,
+    x: Inputs,
+    visitor: KeyBlock,
+    spec: Spec,
+    alpha: Tensor,
+    cache: Tensor,
+    level: Tensor | None,
+) -> Scores:
     """The scores of this rank's queries with a visitor's keys."""
     home = source == ring.team.rank
     # Positives and selves are at home; ids are compared with every visitor's.
@@ -203,7 +199,8 @@ def _scores(ring: Ring, source: int, x: Inputs, visitor: KeyBlock, spec: Spec, a
     key = None if x.key is None and home else visitor.key
     # With `key=None` two ranks compute the same tiles: as unscaled products, which come out the same on both.
     folded = not spec.compares and (home or x.key is not None)
-    return Scores(x.query, key, alpha, x.bias, rule, _plan(ring, source, x, spec), cache, folded)
+    plan = _plan(ring, source, x, spec)
+    return Scores(x.query, key, alpha, x.bias, rule, plan, level, visitor.level, cache, folded)
 
 
 def _with_class_sums(
@@ -219,6 +216,25 @@ def _with_class_sums(
     if spec.cols:
         cols = cols._replace(sums=found.col, counts=found.col_count)
     return rows, cols
+
+
+def _add_class_grads(
+    dq: Tensor | None,
+    dk: Tensor | None,
+    scores: Scores,
+    spec: Spec,
+    query_classes: Tensor,
+    visitor: KeyBlock,
+    row_grad: Tensor | None,
+) -> None:
+    """Add the gradients of the class sums of a block."""
+    assert visitor.classes is not None
+    own, other, col_grad = query_classes, visitor.classes, visitor.sums_grad
+    which = {"differ": spec.differ, "others": scores.rule.exclude_self}
+    if dq is not None:
+        add_class_grads(dq, visitor.key, scores.alpha, own, other, row_grad, col_grad, **which)
+    if dk is not None:
+        add_class_grads(dk, scores.q, scores.alpha, other, own, col_grad, row_grad, **which)
 
 
 def _terms(pos: Tensor | None, x: Inputs, spec: Spec) -> tuple[Tensor | None, Tensor | None]:

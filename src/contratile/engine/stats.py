@@ -1,4 +1,4 @@
-"""Running log-sum-exp statistics in base 2, and the one merge that combines them.
+"""Running statistics: log-sum-exps in base 2 with the one merge that combines them, and what is gathered per side.
 
     stats = Stats.empty(n, dtype=torch.float32, device=device)
     stats.at(rows).merge_(level, total)      # once per tile; `total` is sum(exp2(s - level))
@@ -9,10 +9,14 @@ total in range: a maximum, or a shift shared by a whole tile. Empty statistics h
 and a total of 0. A finite floor needs no special case: exp2 of a difference with it is 0 or 1, never NaN.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from contratile.engine.spec import SideStats
 
 
 def lowest(dtype: torch.dtype) -> float:
@@ -37,11 +41,11 @@ class Stats(NamedTuple):
     total: Tensor  # [n] sum of exp2(logit - level)
 
     @classmethod
-    def empty(cls, n: int, *, dtype: torch.dtype, device: torch.device) -> "Stats":
+    def empty(cls, n: int, *, dtype: torch.dtype, device: torch.device) -> Stats:
         level = torch.full((n,), lowest(dtype), dtype=dtype, device=device)
         return cls(level, torch.zeros(n, dtype=dtype, device=device))
 
-    def at(self, index: slice) -> "Stats":
+    def at(self, index: slice) -> Stats:
         """A view: merging into it merges into these statistics."""
         return Stats(part(self.level, index), part(self.total, index))
 
@@ -76,3 +80,38 @@ class Stats(NamedTuple):
             alone = self.total <= (term - self.level).exp2_()
             lse2 = torch.where(alone, term, torch.maximum(lse2, term))
         return lse2, (lse2 - self.level).exp2_().div_(self.total).masked_fill_(alone, 1)
+
+
+class SideParts(NamedTuple):
+    """Running statistics of the rows, or of the columns, over the blocks seen so far. None: not asked for."""
+
+    level: Tensor | None = None
+    total: Tensor | None = None
+    """Log-sum-exps as in `Stats`; sums of softplus have no level."""
+
+    higher: Tensor | None = None
+    equal: Tensor | None = None
+    sums: Tensor | None = None
+    counts: Tensor | None = None
+
+    def merge_(self, other: SideParts) -> None:
+        """Add what another block gave."""
+        mine, theirs = self, other
+        if self.level is not None and self.total is not None and other.level is not None and other.total is not None:
+            Stats(self.level, self.total).merge_(other.level, other.total)
+            mine, theirs = self._replace(level=None, total=None), other._replace(level=None, total=None)
+        for x, y in zip(mine, theirs, strict=True):
+            if x is not None and y is not None:
+                x.add_(y)
+
+    def finish(self, term: Tensor | None) -> SideStats:
+        """The statistics after the last block. `term` is a summed logit of each entry: see `Stats.finish`."""
+        total, slack = self.total, None
+        if self.level is not None and self.total is not None:
+            total, slack = Stats(self.level, self.total).finish(term)
+        return SideStats(total, slack, self.sums, self.counts, self.higher, self.equal)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp64 computes in fp64, everything else in fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

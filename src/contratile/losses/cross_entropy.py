@@ -17,15 +17,8 @@ from contratile.engine.autograd import pair_stats, stand_in
 from contratile.engine.spec import Inputs, PairStats, SideStats, Spec
 from contratile.losses.batch_stats import BatchStats, Tally, batch_stats
 from contratile.losses.hard_negatives import own_products
-from contratile.losses.options import PairOptions
+from contratile.losses.options import PairOptions, Rings
 from contratile.ring.ring import Ring
-
-
-class Rings(NamedTuple):
-    """How the keys travel and, if there are any, the extra keys."""
-
-    keys: Ring
-    extra: Ring | None = None
 
 
 class Losses(NamedTuple):

@@ -18,9 +18,8 @@ from contratile.engine.spec import Inputs, Spec
 from contratile.errors import bad_value, check_labels, check_pairs, check_temperature, check_vector
 from contratile.keywords import known_keywords
 from contratile.losses.batch_stats import BatchStats, Tally, batch_stats
-from contratile.losses.call import Call
 from contratile.losses.cross_entropy import as_tensor, class_losses, cross_entropies, lse_above, sums_over
-from contratile.losses.options import Ids, PairOptions
+from contratile.losses.options import Call, Ids, PairOptions
 from contratile.reference import Reduction
 from contratile.ring.team import Group
 

@@ -24,8 +24,8 @@ from contratile.data.loader import BROKEN_LIMIT, Loader
 from contratile.data.rows import Subset
 from contratile.data.sample import Broken, Indexed, Source
 from contratile.errors import bad_value
+from contratile.models.encoding import to_device
 from contratile.models.towers import Tower
-from contratile.train.evaluate import to_device
 
 CHUNK = 256
 """Maximum samples at a time: without a backward pass larger chunks are no faster."""

@@ -1,4 +1,4 @@
-"""A curve as inline SVG, coloured by the page around it.
+"""Curves as inline SVG, coloured by the CSS of the page.
 
     html = curve([(1, 8.3), (2, 7.9)], title="loss")
 
@@ -14,13 +14,23 @@ Point = tuple[float, float]
 WIDTH, HEIGHT = 380, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 34, 30
 _MOST = 400
-"""Points of a line; more could not be told apart."""
+"""Points of a line at most; more could not be told apart."""
 
 
 def curve(
     points: Sequence[Point], *, title: str, level: float | None = None, form: Callable[[float], str] = "{:.4g}".format
 ) -> str:
-    """A line through the points, the last one marked with its value, and a dashed line at `level` (chance, say)."""
+    """Draw a line through points.
+
+    Args:
+        points: (step, value), in order of steps.
+        title: Heading of the curve.
+        level: Where to draw a dashed line, for example chance.
+        form: Formats a value.
+
+    Returns:
+        An `<svg>` element; the last point is marked with its value.
+    """
     drawn, note = thinned(points)
     xs, ys = zip(*drawn, strict=True)
     x_ticks = ticks(min(xs), max(xs), 5, whole=True)
@@ -55,7 +65,7 @@ def curve(
 
 
 def thinned(points: Sequence[Point]) -> tuple[list[Point], str]:
-    """At most so many points, the first and the last among them, others as means of neighbours; and a note of it."""
+    """Reduce to at most 400 points by averaging neighbours; first and last stay. Also returns a note about it."""
     bunch = math.ceil((len(points) - 2) / (_MOST - 2))
     if bunch <= 1:
         return list(points), ""
@@ -66,9 +76,9 @@ def thinned(points: Sequence[Point]) -> tuple[list[Point], str]:
 
 
 def ticks(low: float, high: float, number: int, *, whole: bool = False) -> list[float]:
-    """Round numbers, about so many, from at most `low` to at least `high`; inside them if `whole`."""
+    """About `number` round values that enclose `low` to `high`; with `whole`, integers inside that range."""
     most = max(abs(low), abs(high))
-    if high - low <= 1e-11 * most or most < 1e-300:  # as good as constant
+    if high - low <= 1e-11 * most or most < 1e-300:  # practically constant
         low, high = (low - 1, high + 1) if most < 1e-300 or whole else (min(0.0, 2 * low), max(0.0, 2 * high))
     rough = (high - low) / number
     power = 10.0 ** math.floor(math.log10(rough))

@@ -1,10 +1,11 @@
-"""The gallery of a run: held-out features and all that is shown of them, so that `contratile search` needs no data.
+"""The gallery of a run: features, captions and thumbnails, so that `contratile search` does not need the data.
 
-    save_gallery(make_gallery(encoded, source, step), run)
+    save_gallery(make_gallery(features, source, step), run)
     gallery = load_gallery(run)
-    (row,) = found_rows(gallery, ["arrow left"], features, k=8)          # the nearest images of a text
+    (row,) = found_rows(gallery, ["arrow left"], features, k=8)          # the images nearest to a text
 
-Of a picture the gallery keeps a thumbnail, of a text the text. What repeats is there once.
+It holds the held-out pairs and, for small data, the training pairs too, marked as such. Repeated images and texts are
+stored once.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from contratile.data.files import written_whole
 from contratile.data.sample import Broken, Indexed, Sample, Source, Stream
 from contratile.errors import bad_value
 from contratile.metrics import nearest
-from contratile.report.html import SheetRow, flat
-from contratile.report.wording import side_names
-from contratile.train.evaluate import Encoded, matches
+from contratile.models.encoding import SourceFeatures, matches
+from contratile.report.metric_text import side_names
+from contratile.report.sheets import SheetRow, flat
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -32,87 +33,165 @@ if TYPE_CHECKING:
 Side = Literal["left", "right"]
 GALLERY = "gallery"
 EDGE = 96
-"""Pixels of a thumbnail's longer edge: what a contact sheet shows."""
+"""Longer edge of a thumbnail in pixels, as a contact sheet shows it."""
 
 MOST = 20_000
-"""Thumbnails that are kept, some 4 KB each; further pictures are known by name only."""
+"""Thumbnails that are kept at most, about 4 KB each; further pictures have only their name."""
 
 
 class Gallery(NamedTuple):
-    """Both sides of the held-out pairs, each item once."""
+    """Both sides of the pairs that can be searched, each item once."""
 
     left: Tensor  # [U, D]
     right: Tensor  # [V, D]
-    pairs: Tensor  # [P, 2]: which left item and which text belong together
+    pairs: Tensor  # [P, 2]: left item and right item that belong together
     names: list[str]
-    """Of the left items: paths or keys of pictures; of text pairs the texts."""
+    """Names of the left items: paths or keys of pictures, or the texts of a text pair."""
 
     texts: list[str]
     """The right items."""
 
     kinds: tuple[str, str]
+    """What each side holds: "image" or "text"."""
+
     sides: tuple[str, str]
-    """What the sides are called: image and text, or the columns of a text pair."""
+    """Names of the sides: image and text, or the columns of a text pair."""
 
     pictures: list[bytes]
-    """Thumbnails of the left items, as files; empty where there is none."""
+    """Thumbnails of the left items as image files; b"" where there is none."""
 
     step: int
-    """Of the weights that made the features."""
+    """Step of the weights that produced the features."""
+
+    trained: Tensor  # [P]: which pairs are training data; all False if only held-out ones are here
 
     def caption(self, item: int) -> str:
         """The first text of a left item."""
         return self.texts[int(self.pairs[self.pairs[:, 0] == item, 1][0])]
 
+    def trained_items(self, side: Side) -> list[bool]:
+        """For each item of a side, whether it occurs in a training pair."""
+        items = self.pairs[:, 0 if side == "left" else 1]
+        counts = items[self.trained].bincount(minlength=len(self.names if side == "left" else self.texts))
+        found: list[bool] = (counts > 0).tolist()
+        return found
 
-def make_gallery(found: Encoded, source: Source, step: int) -> Gallery:
-    """The gallery of encoded data; its pictures are read again for their thumbnails."""
-    groups = matches(found)
-    kinds = source.kinds
-    shown = groups.left[:MOST].tolist()
-    pictures = _thumbnails(source, [(found.keys[row], int(found.places[row])) for row in shown], kinds[0])
+    def counts(self) -> str:
+        """How many left items there are, and how many of them are training data."""
+        trained = sum(self.trained_items("left"))
+        split = f" ({trained:,} trained on, {len(self.names) - trained:,} held out)" if trained else ""
+        return f"{len(self.names):,} {self.sides[0]} items{split}"
+
+
+def make_gallery(
+    found: SourceFeatures,
+    source: Source,
+    step: int,
+    training: tuple[SourceFeatures, Source] | None = None,
+) -> Gallery:
+    """Build a gallery from encoded data. Pictures are read again for their thumbnails.
+
+    Args:
+        found: Features of the held-out data.
+        source: The held-out data.
+        step: Step of the weights that produced the features.
+        training: Features of the training data and the data itself, if they are to be searched too.
+
+    Returns:
+        The gallery; items of the held-out data come first.
+    """
+    parts = [(found, source), *([training] if training else [])]
+    every = _joined([features for features, _ in parts])
+    groups = matches(every)
+    known = set(zip(training[0].names, training[0].texts, strict=True)) if training else set()
+    rows = groups.left.tolist()
+    names, texts = [every.names[row] for row in rows], [every.texts[row] for row in groups.right.tolist()]
+    thumbnails: dict[int, bytes] = {}  # by row
+    start = 0
+    for features, part in parts:
+        mine = [row for row in rows[:MOST] if start <= row < start + len(features.keys)]
+        wanted = [(every.keys[row], int(every.places[row])) for row in mine]
+        thumbnails |= dict(zip(mine, _thumbnails(part, wanted, source.kinds[0]), strict=False))
+        start += len(features.keys)
     return Gallery(
-        found.left[groups.left],
-        found.right[groups.right],
+        every.left[groups.left],
+        every.right[groups.right],
         groups.pairs,
-        [found.names[row] for row in groups.left.tolist()],
-        [found.texts[row] for row in groups.right.tolist()],
-        kinds,
+        names,
+        texts,
+        source.kinds,
         side_names(source),
-        pictures,
+        [thumbnails[row] for row in rows[:MOST]] if thumbnails else [],
         step,
+        torch.tensor([(names[left], texts[right]) in known for left, right in groups.pairs.tolist()]),
+    )
+
+
+def _joined(parts: list[SourceFeatures]) -> SourceFeatures:
+    if len(parts) == 1:
+        return parts[0]
+    return SourceFeatures(
+        torch.cat([part.left for part in parts]),
+        torch.cat([part.right for part in parts]),
+        torch.cat([part.places for part in parts]),
+        [key for part in parts for key in part.keys],
+        [text for part in parts for text in part.texts],
+        [name for part in parts for name in part.names],
+        sum(part.broken for part in parts),
     )
 
 
 def found_rows(
-    gallery: Gallery, queries: Sequence[str], features: Tensor, *, k: int, among: Side = "left"
+    gallery: Gallery,
+    queries: Sequence[str],
+    features: Tensor,
+    *,
+    k: int,
+    among: Side = "left",
+    items: Sequence[int] | None = None,
 ) -> list[SheetRow]:
-    """The k nearest items of one side for each query: their pictures and texts, and whether they belong to it."""
-    own = gallery.texts if among == "left" else gallery.names  # the side that queries are of
-    scores, best = nearest(features, gallery.left if among == "left" else gallery.right, k)
+    """Find the k nearest items of one side for each query.
+
+    Args:
+        gallery: Where to search.
+        queries: The queries as text.
+        features: Their features [queries, D], from the tower of the other side.
+        k: Items per query.
+        among: The side that is searched.
+        items: Search only these items of that side; None means all.
+
+    Returns:
+        For each query the pictures and texts found, best first, and whether they belong to the query.
+    """
+    own = gallery.texts if among == "left" else gallery.names  # the side that the queries are from
+    searched = gallery.left if among == "left" else gallery.right
+    chosen = range(len(searched)) if items is None else items
+    scores, best = nearest(features, searched if items is None else searched[list(items)], k)
+    marks = gallery.trained_items(among) if bool(gallery.trained.any()) and items is None else []
     rows = []
-    for query, row, found in zip(queries, scores.tolist(), best.tolist(), strict=True):
+    for query, row, places in zip(queries, scores.tolist(), best.tolist(), strict=True):
+        found = [chosen[place] for place in places]
         mine = _belonging(gallery, own.index(query), among) if query in own else set()
-        if among == "right":
-            rows.append(SheetRow(query, [], [gallery.texts[item] for item in found], [x in mine for x in found], row))
-        elif gallery.kinds[0] == "text":
-            rows.append(SheetRow(query, [], [gallery.names[item] for item in found], [x in mine for x in found], row))
-        else:
-            captions = [query if item in mine else gallery.caption(item) for item in found]
+        hits, trained = [item in mine for item in found], [marks[item] for item in found] if marks else []
+        if among == "left" and gallery.kinds[0] == "image":
+            captions = [query if hit else gallery.caption(item) for item, hit in zip(found, hits, strict=True)]
             images = [_picture(gallery, item) for item in found]
             names = [gallery.names[item] for item in found]
-            rows.append(SheetRow(query, images, captions, [x in mine for x in found], row, names))
+            rows.append(SheetRow(query, images, captions, hits, row, names, trained))
+        else:
+            texts = gallery.names if among == "left" else gallery.texts
+            rows.append(SheetRow(query, [], [texts[item] for item in found], hits, row, (), trained))
     return rows
 
 
 def _belonging(gallery: Gallery, item: int, among: Side) -> set[int]:
-    """The items of one side that belong to an item of the other."""
+    """The items of the searched side that belong to an item of the other side."""
     mine, theirs = (1, 0) if among == "left" else (0, 1)
     return set(gallery.pairs[gallery.pairs[:, mine] == item, theirs].tolist())
 
 
 def _picture(gallery: Gallery, item: int) -> Image | None:
-    """The thumbnail of a left item, if the gallery has one that can be read."""
+    """The thumbnail of a left item; None if there is none or it cannot be decoded."""
     from contratile.data.images import decode
 
     try:
@@ -126,7 +205,7 @@ def _picture(gallery: Gallery, item: int) -> Image | None:
 
 
 def _thumbnails(source: Source, wanted: list[tuple[str, int]], kind: str) -> list[bytes]:
-    """For each (key, place) a small picture as a file; b"" for what cannot be read any more."""
+    """A thumbnail file for each (key, place); b"" for samples that can no longer be read."""
     if kind != "image":
         return []
     found = dict.fromkeys((key for key, _ in wanted), b"")
@@ -137,7 +216,7 @@ def _thumbnails(source: Source, wanted: list[tuple[str, int]], kind: str) -> lis
 
 
 def _samples(source: Source, wanted: list[tuple[str, int]]) -> Iterator[Sample]:
-    """The samples again: by their places, or out of a stream, which is read until all were there."""
+    """Read samples again: by index, or from a stream until all have been found."""
     if isinstance(source, Indexed):
         for _, place in wanted:
             try:
@@ -159,7 +238,7 @@ def _samples(source: Source, wanted: list[tuple[str, int]]) -> Iterator[Sample]:
 
 
 def _small(image: Image) -> bytes:
-    """A picture of at most EDGE pixels as a file: exact if it was small before, else JPEG."""
+    """Encode a thumbnail: PNG without loss if the picture is small enough, else a scaled JPEG."""
     image, file = flat(image), io.BytesIO()
     small = max(image.size) <= EDGE
     image.thumbnail((EDGE, EDGE))
@@ -171,7 +250,10 @@ def _small(image: Image) -> bytes:
 
 
 def save_gallery(gallery: Gallery, folder: Path) -> None:
-    """Features in 16 bit and thumbnails in one file; names and texts in another, which goes first and comes last."""
+    """Write gallery.safetensors (features in 16 bit, thumbnails) and gallery.json (names and texts).
+
+    The JSON file is removed first and written last: a gallery that has it is complete.
+    """
     from safetensors.torch import save_file
 
     (folder / f"{GALLERY}.json").unlink(missing_ok=True)
@@ -179,6 +261,7 @@ def save_gallery(gallery: Gallery, folder: Path) -> None:
         "left": gallery.left.half().contiguous(),
         "right": gallery.right.half().contiguous(),
         "pairs": gallery.pairs.contiguous(),
+        "trained": gallery.trained.contiguous(),
     }
     if gallery.pictures:
         tensors["pictures"] = torch.frombuffer(bytearray(b"".join(gallery.pictures)) or bytearray(1), dtype=torch.uint8)
@@ -191,7 +274,17 @@ def save_gallery(gallery: Gallery, folder: Path) -> None:
 
 
 def load_gallery(folder: Path) -> Gallery:
-    """What `save_gallery` wrote. A folder without it, or with a damaged one, is refused."""
+    """Load the gallery of a finished run.
+
+    Args:
+        folder: Folder of the run.
+
+    Returns:
+        The gallery. Galleries of earlier versions hold held-out pairs only.
+
+    Raises:
+        ValueError: There is no gallery, or it is damaged.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -200,7 +293,7 @@ def load_gallery(folder: Path) -> Gallery:
         remedy = "Give the folder that `contratile train --out` wrote."
         bad_value("run", expected="a folder", got=f"nothing at {folder}", remedy=remedy)
     if not (path.exists() and listed.exists()):
-        remedy = "Run its `contratile train` command to the end; one that was stopped or killed goes on from there."
+        remedy = "Run its `contratile train` command to the end; it continues where it was stopped or killed."
         bad_value("run", expected=f"a folder with {path.name} and {listed.name}", got=folder, remedy=remedy)
     try:
         words = json.loads(listed.read_text(encoding="utf-8"))
@@ -220,27 +313,29 @@ def load_gallery(folder: Path) -> Gallery:
             tuple(words["sides"]),
             pictures,
             words["step"],
+            tensors.get("trained", torch.zeros(len(tensors["pairs"]), dtype=torch.bool)),
         )
         _check(gallery)
         return gallery
     except (OSError, ValueError, KeyError, TypeError, RecursionError, RuntimeError, SafetensorError) as error:
         again = f"contratile train --config {folder / 'config.toml'} --out {folder}"
-        remedy = f"It is damaged or of an older version: remove {listed} and run `{again}`, which writes it anew."
+        remedy = f"It is damaged or from an older version: remove {listed} and run `{again}` to write it again."
         bad_value(
             f"gallery of {folder}", expected="what a finished run writes", got=f"{type(error).__name__}", remedy=remedy
         )
 
 
 def _check(gallery: Gallery) -> None:
-    """Raise ValueError for parts that do not belong together: whoever made the folder, nothing is taken on trust."""
+    """Raise ValueError if the parts do not fit together. The folder may come from anyone, so nothing is trusted."""
     sides = ((gallery.left, gallery.names), (gallery.right, gallery.texts))
     sound = isinstance(gallery.step, int) and len(gallery.kinds) == len(gallery.sides) == 2
     sound = sound and all(isinstance(word, str) for word in (*gallery.kinds, *gallery.sides))
     for column, (features, words) in enumerate(sides):
         sound = sound and features.dim() == 2 and len(features) == len(words) > 0
         sound = sound and all(isinstance(word, str) for word in words)
-        # Every item belongs to something: a picture without a text has no caption to show.
+        # Every item is in a pair: a picture without a text would have no caption.
         sound = sound and gallery.pairs.dim() == 2 and gallery.pairs.shape[1] == 2
         sound = sound and set(gallery.pairs[:, column].tolist()) == set(range(len(words)))
+    sound = sound and gallery.trained.dtype == torch.bool and gallery.trained.shape == gallery.pairs.shape[:1]
     if not sound:
-        raise ValueError("parts that do not belong together")
+        raise ValueError("parts that do not fit together")

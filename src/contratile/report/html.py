@@ -1,171 +1,22 @@
-"""The end of a run to look at: contact sheets of what was found, and report.html, one file that needs no other.
+"""report.html: the outcome of a run in one file, without any external resource.
 
-sheet = contact_sheet([SheetRow("arrow left", images, captions, hits, scores)])
 write_report(run, title="icons", config={}, history=history(run), final=metrics, chance={}, sheet=png(sheet))
 """
 
 from __future__ import annotations
 
 import base64
-import io
 import statistics
-from bisect import bisect_left
-from collections import deque
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from contratile.data.files import written_whole
-from contratile.errors import bad_value
 from contratile.report.curves import curve
+from contratile.report.metric_text import PAIRWISE, PICTURES, in_words
+from contratile.report.sheets import SheetRow
 from contratile.report.tracking import numbers, size
-from contratile.report.wording import PAIRWISE, PICTURES, in_words
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-    from PIL.ImageDraw import ImageDraw
-    from PIL.ImageFont import FreeTypeFont
-
-# --- contact sheets -----------------------------------------------------------------------------------------------
-
-INK, FAINT, PAPER, HIT = "#1b1f24", "#6b7280", "#ffffff", "#0a7d4f"
-_GAP = 10
-
-
-class SheetRow(NamedTuple):
-    """A query and what was found for it, best first."""
-
-    query: str
-    images: Sequence[Image | None]
-    """None for a picture that is not there; empty where texts were found."""
-
-    captions: Sequence[str]
-    hits: Sequence[bool]
-    """Whether what was found is the one, or one of those, that belong to the query."""
-
-    scores: Sequence[float] = ()
-    names: Sequence[str] = ()
-    """Of images: their paths or keys."""
-
-
-def contact_sheet(rows: Sequence[SheetRow], *, columns: int = 8, size: int = 96) -> Image:
-    """Each query above its first `columns` images, `size` pixels wide; a right one has a thick frame and a tick."""
-    from PIL import Image, ImageDraw
-
-    if not rows or not all(row.images for row in rows):
-        bad_value("rows", expected="queries with images", got="none", remedy="Pass at least one of each.")
-    query_font, caption_font = _font(max(13, size // 6)), _font(max(10, size // 9))
-    query_height, line_height = _line_height(query_font), _line_height(caption_font)
-    columns = min(columns, max(len(row.images) for row in rows))
-    width = _GAP + columns * (size + _GAP)
-    height = query_height + size + 3 * line_height + 2 * _GAP  # two lines of caption and one of score
-    sheet = Image.new("RGB", (width, _GAP + height * len(rows)), PAPER)
-    draw = ImageDraw.Draw(sheet)
-    for number, row in enumerate(rows):
-        top = _GAP + number * height
-        (query,) = wrapped(row.query, query_font, width - 2 * _GAP, lines=1)
-        draw.text((_GAP, top), query, INK, query_font)
-        found = zip(row.images, row.captions, row.hits, strict=True)
-        for place, (image, caption, hit) in enumerate(list(found)[:columns]):
-            left, up = _GAP + place * (size + _GAP), top + query_height + 4
-            if image is not None:
-                sheet.paste(fitted(image, size), (left, up))
-            _frame(draw, left, up, size, hit)
-            below = up + size + 4
-            told = [*wrapped(caption, caption_font, size, lines=2)]
-            for text in told:
-                draw.text((left, below), text, HIT if hit else INK, caption_font)
-                below += line_height
-            if row.scores:
-                draw.text((left, below), f"{row.scores[place]:.3f}", FAINT, caption_font)
-    return sheet
-
-
-def png(image: Image) -> bytes:
-    """The bytes of a PNG file."""
-    file = io.BytesIO()
-    image.save(file, "PNG", optimize=True)
-    return file.getvalue()
-
-
-def wrapped(text: str, font: FreeTypeFont, width: int, *, lines: int) -> list[str]:
-    """The text in at most so many lines, each no wider than `width`; what does not fit ends in dots."""
-    # Letters are a pixel wide at least. What cannot be seen is cut off first: to measure it would take for ever.
-    words = deque(shortened(word, width) for word in text.split(maxsplit=lines * width) or [""])
-    found: list[str] = []
-    while words and len(found) < lines:
-        now = words.popleft()
-        while words and font.getlength(f"{now} {words[0]}") <= width:
-            now += f" {words.popleft()}"
-        if len(found) == lines - 1 and words:
-            now = f"{now} …"
-        if font.getlength(now) > width:
-            whole = now.removesuffix("…")
-            letters = bisect_left(range(len(whole)), True, key=lambda n: font.getlength(_cut(whole, n + 1)) > width)
-            now = _cut(whole, letters)
-        found.append(now)
-    return found
-
-
-def shortened(text: str, length: int) -> str:
-    """At most so many characters, the last of them dots if some are missing."""
-    return text if len(text) <= length else f"{text[: max(0, length - 1)]}…"
-
-
-def _cut(text: str, letters: int) -> str:
-    return f"{text[:letters].rstrip()}…"
-
-
-def fitted(image: Image, edge: int) -> Image:
-    """In the middle of a white square. Small pictures grow by whole factors, so that their pixels stay sharp."""
-    from PIL import Image
-
-    image = flat(image)
-    factor = edge / max(image.size)
-    whole = factor >= 2
-    shape = [max(1, round(length * (int(factor) if whole else factor))) for length in image.size]
-    image = image.resize((shape[0], shape[1]), Image.Resampling.NEAREST if whole else Image.Resampling.LANCZOS)
-    square = Image.new("RGB", (edge, edge), PAPER)
-    square.paste(image, ((edge - shape[0]) // 2, (edge - shape[1]) // 2))
-    return square
-
-
-def flat(image: Image) -> Image:
-    """In RGB, what is transparent on white."""
-    from PIL import Image
-
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        image = Image.alpha_composite(Image.new("RGBA", image.size, PAPER), image.convert("RGBA"))
-    return image.convert("RGB")
-
-
-def _frame(draw: ImageDraw, left: int, up: int, edge: int, hit: bool) -> None:
-    thick = 4 if hit else 1
-    draw.rectangle((left - 1, up - 1, left + edge, up + edge), outline=HIT if hit else "#c9ced6", width=thick)
-    if hit:
-        unit = max(6, edge // 12)
-        right, high = left + edge - 3 * unit, up
-        draw.rectangle((right, high, left + edge, high + 3 * unit), fill=HIT)
-        tick = [(right + 0.6 * unit, high + 1.6 * unit), (right + 1.3 * unit, high + 2.3 * unit)]
-        draw.line([*tick, (right + 2.5 * unit, high + 0.7 * unit)], fill=PAPER, width=max(2, unit // 3))
-
-
-def _font(height: int) -> FreeTypeFont:
-    """Pillow's own, so that a sheet looks alike everywhere."""
-    from PIL import ImageFont
-
-    font = ImageFont.load_default(height)
-    if not isinstance(font, ImageFont.FreeTypeFont):
-        bad_value("Pillow", expected="a build with FreeType", got="one without", remedy="pip install pillow.")
-    return font
-
-
-def _line_height(font: FreeTypeFont) -> int:
-    return sum(font.getmetrics()) + 2
-
-
-# --- report.html --------------------------------------------------------------------------------------------------
 
 _TITLES = {
     "loss": "loss",
@@ -176,7 +27,10 @@ _TITLES = {
     "grad_norm": "norm of the gradient",
     "samples_per_second": "samples per second",
 }
-_NO_CURVE = ("step", "epoch", "memory", "dense_memory", "broken", "skipped", "pairs", "seconds")
+_NO_CURVE = ("step", "epoch", "memory", "loss_memory", "dense_memory", "broken", "skipped", "pairs", "seconds")
+
+SHEET_TEXT = "Held-out texts, each with the nearest held-out images; a frame and a tick mark the right one."
+SEARCH_TEXT = "The images nearest to some texts. Below each: its caption, score, and whether it was trained on."
 
 _STYLE = """
 :root { color-scheme: light dark;
@@ -215,31 +69,47 @@ def write_report(
     chance: Mapping[str, float],
     sheet: bytes = b"",
     found: Sequence[SheetRow] = (),
+    searched: bytes = b"",
     notes: Sequence[str] = (),
-    sheet_text: str = "Held-out texts, each with the images nearest to it; a frame and a tick mark the right one.",
+    sheet_text: str = SHEET_TEXT,
     sides: tuple[str, str] = PICTURES,
 ) -> Path:
-    """Write run/report.html: final metrics against chance, the contact sheet (a PNG), curves and the configuration.
+    """Write run/report.html: metrics against chance, contact sheets, curves and the configuration.
 
-    `found` are queries and texts, shown where there are no pictures; `sides` what left and right are called.
+    Args:
+        run: Folder of the run.
+        title: Heading of the page.
+        config: The configuration, by section.
+        history: The lines of metrics.jsonl.
+        final: Metrics of the last evaluation.
+        chance: What guessing would reach, under the same names.
+        sheet: Contact sheet of held-out queries, as a PNG file.
+        found: Queries and the texts found for them, for data without pictures.
+        searched: Contact sheet of the configured queries, as a PNG file.
+        notes: Paragraphs below the heading.
+        sheet_text: What the contact sheet shows.
+        sides: Names of the left and the right side.
+
+    Returns:
+        The path of the page.
     """
     parts = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(note)}</p>" for note in notes)]
     if final:
         parts.append(_section("Held-out metrics", _metrics(final, chance, sides)))
+    if searched:
+        parts.append(_section("Search", _picture(searched, SEARCH_TEXT)))
     if sheet:
-        address = f"data:image/png;base64,{base64.b64encode(sheet).decode()}"
-        picture = f'<img src="{address}" alt="{escape(sheet_text, quote=True)}">'
-        parts.append(_section("What it finds", f'<p>{escape(sheet_text)}</p><div class="sheet">{picture}</div>'))
+        parts.append(_section("Held-out queries", _picture(sheet, sheet_text)))
     if found:
-        told = f"Held-out texts ({sides[0]}), each with the nearest of the other side ({sides[1]}); ✓ marks its own."
-        parts.append(_section("What it finds", f"<p>{escape(told)}</p>{_found(found)}"))
+        told = f"Held-out {sides[0]} texts, each with the nearest {sides[1]} texts; ✓ marks those that belong to it."
+        parts.append(_section("Held-out queries", f"<p>{escape(told)}</p>{_found(found)}"))
     if history:
         parts.append(_section("Curves", f'<div class="curves">{"".join(_curves(history, chance, sides))}</div>'))
-        parts.append(_section("What it took", _table(["", ""], _costs(history))))
+        parts.append(_section("Cost", _table(["", ""], _costs(history))))
     parts.append(_section("Configuration", f'<div class="sections">{_configuration(config)}</div>'))
     page = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        # Nothing may be fetched, whatever a caption says.
+        # Captions come from the data: the page must not load anything, whatever they contain.
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
         "style-src 'unsafe-inline'\">\n"
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -258,8 +128,13 @@ def _section(title: str, content: str) -> str:
     return f"<h2>{escape(title)}</h2>\n{content}"
 
 
+def _picture(png: bytes, text: str) -> str:
+    address = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    return f'<p>{escape(text)}</p><div class="sheet"><img src="{address}" alt="{escape(text, quote=True)}"></div>'
+
+
 def _found(rows: Sequence[SheetRow]) -> str:
-    """Queries in the first column, what was found for them beside it, best first."""
+    """A table: the query, then the texts found for it, best first."""
     most = max(len(row.captions) for row in rows)
     told = []
     for row in rows:
@@ -278,7 +153,7 @@ def _metrics(final: Mapping[str, float], chance: Mapping[str, float], sides: tup
 
 
 def _curves(history: Sequence[Mapping[str, Any]], chance: Mapping[str, float], sides: tuple[str, str]) -> list[str]:
-    """Of every metric that was recorded at least twice, those of training first; pair by pair the table is enough."""
+    """A curve for each metric with at least two values, training first; pairwise metrics are in the table only."""
     names = dict.fromkeys(_TITLES) | {name: None for entry in history for name in entry}
     drawn = []
     for name in names:
@@ -291,7 +166,7 @@ def _curves(history: Sequence[Mapping[str, Any]], chance: Mapping[str, float], s
 
 
 def percents(share: float) -> str:
-    """0.125 is 12.5%."""
+    """Format a share: 0.125 becomes 12.5%."""
     return f"{100 * share:.3g}%"
 
 
@@ -300,19 +175,23 @@ def _costs(history: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     rates = [value for _, value in numbers(history, "samples_per_second")]
     if rates:
         rows.append(["samples per second (median)", f"{statistics.median(rates):,.0f}"])
-    titles = {"memory": "memory of the process, at most", "dense_memory": "a dense loss alone would need"}
+    titles = {
+        "loss_memory": "memory of the loss (computed)",
+        "dense_memory": "memory of a dense loss (computed)",
+        "memory": "memory of the process, at most (measured)",
+    }
     for name, title in titles.items():
         values = [value for _, value in numbers(history, name)]
         if values:
             rows.append([title, size(max(values))])
     broken = numbers(history, "broken")
     if broken:
-        rows.append(["broken samples, left out", f"{broken[-1][1]:,.0f}"])
+        rows.append(["broken samples left out", f"{broken[-1][1]:,.0f}"])
     return rows
 
 
 def _configuration(config: Mapping[str, Any]) -> str:
-    """A table per section; values outside of any section come first."""
+    """A table per section; values outside any section come first."""
     loose = {name: value for name, value in config.items() if not isinstance(value, Mapping)}
     sections = ({"": loose} if loose else {}) | {name: value for name, value in config.items() if name not in loose}
     return "".join(
@@ -322,7 +201,7 @@ def _configuration(config: Mapping[str, Any]) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[Any]], *, aligned: bool = False) -> str:
-    """A table; all columns but the first are `aligned` to the right."""
+    """A table; with `aligned`, all columns but the first are right-aligned."""
 
     def line(tag: str, cells: Sequence[Any]) -> str:
         kinds = ["", *(' class="number"' if aligned else ' class="value"' for _ in cells[1:])]

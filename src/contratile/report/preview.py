@@ -1,4 +1,4 @@
-"""What was found for a query, in the terminal: a table, with thumbnails of half blocks where there are colours.
+"""Search results in the terminal: a table, with thumbnails drawn as half blocks where colours are available.
 
 preview(SheetRow("arrow left", images, captions, hits, scores), Console())
 """
@@ -14,41 +14,42 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from contratile.report.html import SheetRow
+    from contratile.report.sheets import SheetRow
 
 EDGE = 16
-"""Pixels of a thumbnail's edge: columns, and twice its lines."""
+"""Edge of a thumbnail in pixels: that many columns and half as many lines."""
 
 CAPTION = 400
-"""Characters of a caption that are shown."""
+"""Characters of a caption that are shown at most."""
 
 
 def preview(row: SheetRow, console: Console) -> None:
-    """Print a query's images, best first."""
+    """Print the items found for a query, best first."""
     from rich.table import Table
 
-    from contratile.report.html import shortened
+    from contratile.report.sheets import shortened
 
     colours = console.color_system is not None
-    # A title may hold what looks like markup: it goes in as text.
+    # A query may contain what looks like markup: print it literally.
     console.print(f'nearest to "{printable(row.query)}"', markup=False, highlight=False)
     table = Table("#", "score", *(["image"] if colours else []), "text", show_lines=colours)
     found = zip(row.images, row.captions, row.hits, strict=True)
     for place, (image, caption, hit) in enumerate(found):
         score = f"{row.scores[place]:.3f}" if row.scores else ""
-        text = _plain(printable(shortened(caption, CAPTION)) + (" (its own)" if hit else ""))
+        mark = f" ({row.mark(place)})" if row.trained else ""
+        text = _plain(printable(shortened(caption, CAPTION)) + (" (match)" if hit else "") + mark)
         shown = [_plain("") if image is None else thumbnail(image)] if colours else []
         table.add_row(str(place + 1), score, *shown, text)
     console.print(table)
 
 
 def thumbnail(image: Image) -> Text:
-    """Two pixels in each character: the upper half block in the colour of one, on the colour of the other."""
+    """Draw two pixels per character: an upper half block in one colour on the other."""
     from rich.color import Color
     from rich.style import Style
     from rich.text import Text
 
-    from contratile.report.html import fitted
+    from contratile.report.sheets import fitted
 
     pixels = fitted(image, EDGE).load()
     assert pixels is not None

@@ -1,12 +1,12 @@
-"""What a run says while it goes on: metrics.jsonl, TensorBoard, and a line to look at.
+"""Progress of a run: metrics.jsonl, TensorBoard, and a line in the terminal.
 
-    with Tracker(config, steps=300, step=0) as tracker:
+    with Tracker(run, steps=300) as tracker:
         tracker.step(1, {"loss": 8.3, "lr": 1e-3, "scale": 14.3, "top1": 0.001, "pairs": 4096, "seconds": 0.9})
         tracker.evaluation(1, {"text_to_image_R@10": 0.02})
     history(run)                       # the lines of metrics.jsonl
 
-A run that goes on from step 100 forgets what it had said about later steps, one that begins everything. Other trackers
-(those of accelerate, say) join in through `others`: anything with `log(values, step=...)`.
+A run that resumes at step 100 drops the records of later steps; a new run drops all. Other trackers (for example those
+of accelerate) can be passed as `others`: anything with `log(values, step=...)`.
 """
 
 from __future__ import annotations
@@ -24,53 +24,65 @@ import torch
 from contratile.data.files import written_whole
 from contratile.errors import bad_value
 from contratile.printable import printable
-from contratile.report.wording import PICTURES, in_a_line
+from contratile.report.metric_text import PICTURES, in_a_line
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from contratile.train.config import TrainConfig
-
 METRICS = "metrics.jsonl"
-DENSE_MATRICES = 4
-"""N x N matrices in fp32 that a dense loss holds at its peak, as measured by `contratile bench loss`."""
-
 _PLAIN_LINES = 50
-"""Lines of a run whose output is no terminal."""
+"""Step lines of a run whose output is not a terminal, about."""
 
 
 class Log(Protocol):
-    """A tracker of accelerate's kind."""
+    """Anything with the `log` method of accelerate's trackers."""
 
     def log(self, values: dict[str, Any], step: int | None = None) -> object: ...
 
 
 class Tracker:
-    """Tells files and the terminal about each step; on other processes than the main one it is silent."""
+    """Records every step in files and on the terminal; silent on all processes but the main one.
+
+    Args:
+        folder: Folder of the run.
+        steps: Steps of the whole run.
+        step: Step that the run resumes from; 0 for a new run.
+        log_every: Steps between lines of metrics.jsonl.
+        tensorboard: Write TensorBoard files too, if the package is installed.
+        main: Whether this is the main process.
+        on_gpu: Report GPU memory of the process instead of host memory.
+        loss_memory: Bytes that the loss needs, for comparison on the step line; None leaves it out.
+        dense_memory: Bytes that a dense loss would need.
+        others: Further trackers.
+        console: Where to print; stderr by default.
+    """
 
     def __init__(
         self,
-        config: TrainConfig,
+        folder: Path,
         *,
         steps: int,
         step: int = 0,
+        log_every: int = 1,
+        tensorboard: bool = True,
         main: bool = True,
+        on_gpu: bool = False,
+        loss_memory: int | None = None,
+        dense_memory: int = 0,
         others: Sequence[Log] = (),
         console: Console | None = None,
     ) -> None:
-        self._config, self._steps, self._first, self._main, self._others = config, steps, step, main, others
-        self._given_console = console
-        run, views = config.run, 2 if config.loss.loss in ("ntxent", "supcon") else 1
-        self._dense = DENSE_MATRICES * 4 * (views * run.batch) ** 2
-        self._on_gpu = torch.cuda.is_available() and not run.cpu
+        self._folder, self._steps, self._first, self._log_every = folder, steps, step, log_every
+        self._tensorboard, self._main, self._on_gpu = tensorboard, main, on_gpu
+        self._loss_memory = {} if loss_memory is None else {"loss_memory": loss_memory, "dense_memory": dense_memory}
+        self._others, self._given_console = others, console
 
     def __enter__(self) -> Tracker:
         if self._main:
-            folder = self._config.run.out
-            folder.mkdir(parents=True, exist_ok=True)
-            rewind(folder / METRICS, self._first if self._first else -1)  # a run that begins says all of it again
-            self._file: BinaryIO = (folder / METRICS).open("ab", buffering=0)
-            self._board = _board(folder, self._first) if self._config.run.tensorboard else None
+            self._folder.mkdir(parents=True, exist_ok=True)
+            rewind(self._folder / METRICS, self._first if self._first else -1)  # a new run records step 0 again
+            self._file: BinaryIO = (self._folder / METRICS).open("ab", buffering=0)
+            self._board = _board(self._folder, self._first) if self._tensorboard else None
             self._screen = _Screen(self._steps, self._first, self._given_console)
         return self
 
@@ -82,35 +94,47 @@ class Tracker:
                 self._board.close()
 
     def flush(self) -> None:
-        """Push what was said to the disk: what a checkpoint follows from is there before it."""
+        """Force all records to disk, so that they are there before the checkpoint that follows."""
         if self._main:
             os.fsync(self._file.fileno())
             if self._board is not None:
                 self._board.flush()
 
     def step(self, step: int, facts: Mapping[str, float], *, broken: Counter[str] | None = None) -> None:
-        """A step is done. `pairs` and `seconds` among the facts become samples_per_second."""
+        """Record a finished step.
+
+        Args:
+            step: Its number, from 1.
+            facts: Its values; `pairs` and `seconds` become samples_per_second.
+            broken: Broken samples so far, by reason.
+        """
         if not self._main:
             return
         values: dict[str, Any] = dict(facts)
         seconds, pairs = values.pop("seconds", None), values.pop("pairs", None)
         if seconds and pairs:
             values["samples_per_second"] = pairs / seconds
-        values |= {"memory": memory_now(self._on_gpu), "dense_memory": self._dense}
+        values |= {"memory": memory_now(self._on_gpu), **self._loss_memory}
         if broken:
             values["broken"] = sum(broken.values())
         self._screen.show(step, line(values))
-        if step % self._config.run.log_every == 0 or step == self._steps:
+        if step % self._log_every == 0 or step == self._steps:
             self._record(step, values, "train")
 
     def evaluation(self, step: int, metrics: Mapping[str, float], sides: tuple[str, str] = PICTURES) -> None:
-        """An evaluation after a step, of pairs whose sides are called so."""
+        """Record an evaluation.
+
+        Args:
+            step: The step it was made after.
+            metrics: Its values.
+            sides: Names of the left and the right side.
+        """
         if self._main:
             self._record(step, dict(metrics), "eval")
             self._screen.say(f"step {step}: {in_a_line(metrics, sides)}")
 
     def _record(self, step: int, values: dict[str, Any], kind: str) -> None:
-        # One write: a kill leaves the line whole or cuts the last one, which `rewind` then drops.
+        # A single write: a killed process leaves at most a cut last line, which `rewind` drops.
         self._file.write(_json_line({"step": step, **values}))
         numbers = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
         if self._board is not None:
@@ -121,7 +145,11 @@ class Tracker:
 
 
 def history(run: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, oldest first; a last line that a kill has cut is left out."""
+    """Read metrics.jsonl, oldest first. A last line that was cut by a kill is left out.
+
+    Raises:
+        ValueError: Another line is not a JSON object with a step.
+    """
     path = run / METRICS
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     found = []
@@ -130,13 +158,13 @@ def history(run: Path) -> list[dict[str, Any]]:
             if text:
                 found.append(_parsed(text))
         except ValueError:
-            if number < len(lines):  # what follows the last line break is the cut line
+            if number < len(lines):  # after the last line break comes the cut line
                 bad_value(f"{path}, line {number}", expected="an object with a step", got=text, remedy="Remove it.")
     return found
 
 
 def rewind(path: Path, step: int) -> None:
-    """Drop lines about steps after `step`, and what is no line at all."""
+    """Drop lines about later steps than `step`, and lines that cannot be parsed."""
     if not path.exists():
         return
     kept = []
@@ -152,7 +180,7 @@ def rewind(path: Path, step: int) -> None:
 
 
 def memory_now(on_gpu: bool = False) -> int:
-    """Bytes that this process holds: on its GPU, or resident in the machine's memory."""
+    """Bytes that this process holds: reserved on its GPU, or resident in host memory."""
     if on_gpu:
         return torch.cuda.memory_reserved()
     import psutil
@@ -161,7 +189,7 @@ def memory_now(on_gpu: bool = False) -> int:
 
 
 def size(number: float) -> str:
-    """Bytes for people."""
+    """Format bytes: 14.2 MiB."""
     unit = 0
     while number >= 1024 and unit < 4:
         number, unit = number / 1024, unit + 1
@@ -170,7 +198,7 @@ def size(number: float) -> str:
 
 
 def line(values: Mapping[str, Any]) -> str:
-    """A step in words."""
+    """Format the values of a step."""
     forms = {
         "loss": "loss {:.4f}",
         "top1": "top-1 {:.1%}",
@@ -179,15 +207,15 @@ def line(values: Mapping[str, Any]) -> str:
         "samples_per_second": "{:,.0f} samples/s",
     }
     parts = [form.format(values[name]) for name, form in forms.items() if name in values]
-    if "memory" in values:
-        parts.append(f"memory {size(values['memory'])}, a dense loss alone {size(values['dense_memory'])}")
+    if "loss_memory" in values:
+        parts.append(f"loss memory {size(values['loss_memory'])} (dense: {size(values['dense_memory'])})")
     if values.get("broken"):
         parts.append(f"{values['broken']} broken samples")
     return " · ".join(parts)
 
 
 class _Screen:
-    """A bar with a line below it; where nobody watches, a plain line now and then."""
+    """A progress bar with a line below it; plain lines now and then if the output is not a terminal."""
 
     def __init__(self, steps: int, first: int, console: Console | None) -> None:
         from rich.console import Console
@@ -216,7 +244,7 @@ class _Screen:
             self.say(f"step {step}/{self._steps}: {text}")
 
     def say(self, text: str) -> None:
-        # A terminal would break a long line inside a word; in a file lines stay whole.
+        # Wrap long lines between words on a terminal; keep them whole in a file.
         told = printable(text, lines=True)
         self._console.print(told, markup=False, highlight=False, soft_wrap=not self._console.is_terminal)
 
@@ -226,7 +254,7 @@ class _Screen:
 
 
 def _board(folder: Path, first: int) -> Any:
-    """TensorBoard's writer, or None without the package. What was said before about later steps is forgotten."""
+    """TensorBoard's writer, or None without the package. Records of later steps are purged."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -239,7 +267,7 @@ def _board(folder: Path, first: int) -> Any:
 
 
 def _json_line(values: Mapping[str, Any]) -> bytes:
-    """JSON knows no infinities: they are null."""
+    """One line of JSON, which has no infinities or NaN: they become null."""
     finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in values.items()}
     return json.dumps(finite, allow_nan=False).encode() + b"\n"
 
@@ -252,7 +280,7 @@ def _parsed(text: bytes) -> dict[str, Any]:
 
 
 def numbers(entries: Iterable[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
-    """(step, value) of a metric, where it was recorded and finite."""
+    """(step, value) of a metric, wherever it was recorded and finite."""
     return [
         (entry["step"], float(entry[name]))
         for entry in entries

@@ -1,49 +1,44 @@
-"""Checkpoints that are whole or absent: safetensors and JSON, nothing pickled.
+"""Crash-safe checkpoints of safetensors and JSON files, without pickles.
 
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": random_state()}
     save(run / "checkpoints" / step_name(100), state, {"step": 100, "best_step": 100})
     keep(run, last=2)
-    folder = latest(run)                             # and best(run), which the newest checkpoint names
+    folder = latest(run)                             # or best(run)
     state, facts = load(folder)
-    load_optimizer(optimizer, state["optimizer"])
 
-A checkpoint is written under a temporary name, pushed to the disk and renamed: a process killed at any moment leaves
-the one before. `manifest.json` holds size and checksum of every file, and `load` believes nothing else. One process
-writes to a run; any number may read it meanwhile.
+A checkpoint is written under a temporary name, synced to disk and renamed, so a process killed at any moment leaves the
+previous one intact. `manifest.json` holds size and checksum of every file; `load` verifies them. One process writes to
+a run while any number may read it.
 
-Which checkpoint is the best is a fact of the newest one (`best_step`), so both appear with the same rename. The link
-`run/best` is made from it afterwards, for people and other programs.
+The newest checkpoint records which one is the best (`best_step`), so both become visible with a single rename. The link
+`run/best` is derived from it afterwards, for people and other programs.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import shutil
-import sys
 import warnings
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 from contratile.errors import bad_type, bad_value
-from contratile.train.tree import flatten, restore
+from contratile.train.state_tree import flatten, restore
 
 FORMAT = "contratile checkpoint 1"
 _STEP = re.compile(r"step-(\d{8,})")
-# Drafts and what is being removed; and an older checkpoint that gives its name to a newer one just now.
-_DRAFT, _OLD = ".tmp-", ".old-"  # and the writer's number
+# Infixes, followed by the writer's process id: a draft or a removal under way; an older checkpoint being replaced.
+_DRAFT, _OLD = ".tmp-", ".old-"
 _ASIDE = "damaged-"
-"""Before the name of a checkpoint that cannot be used: nobody looks for it there."""
+"""Prefix of a damaged checkpoint that was set aside; it is not found under that name."""
 
 
 class Damaged(ValueError):
-    """A checkpoint is not what `save` wrote; `fault` says where."""
+    """A checkpoint differs from what `save` wrote; `fault` says where."""
 
     def __init__(self, fault: str) -> None:
         remedy = "It is damaged or incomplete: remove the folder to continue from the checkpoint before it."
@@ -51,25 +46,33 @@ class Damaged(ValueError):
         self.fault = fault
 
     def __reduce__(self) -> tuple[type[Damaged], tuple[str]]:
-        return Damaged, (self.fault,)  # other ranks hear of it too
+        return Damaged, (self.fault,)  # it is broadcast to other ranks
 
 
 def step_name(step: int) -> str:
-    """The name of a step's folder."""
+    """Folder name of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def step_of(folder: Path) -> int | None:
-    """The step in the name of a folder, None if it has another name."""
+    """The step in a folder's name; None if it is not a checkpoint's name."""
     match = _STEP.fullmatch(_named(folder).name)
     return int(match[1]) if match else None
 
 
 def save(folder: Path, tensors: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Write a checkpoint, in place of an older one of that name.
+    """Write a checkpoint, replacing an older one of the same name.
 
-    Each value of `tensors` is a state_dict or any other nesting of dicts, lists, tuples, numbers and tensors; those of
-    "model" go to model.safetensors. `facts` hold no tensors. Leftovers of killed writers beside `folder` are removed.
+    Leftovers of killed writers beside `folder` are removed.
+
+    Args:
+        folder: Where to write it.
+        tensors: State by name: state_dicts or other nestings of dicts, lists, tuples, numbers and tensors. The tensors
+            of "model" go to model.safetensors, and so on.
+        facts: Numbers, texts and nestings of them.
+
+    Raises:
+        OSError: It could not be written. Earlier checkpoints are unchanged.
     """
     from safetensors import SafetensorError
 
@@ -89,7 +92,12 @@ def save(folder: Path, tensors: dict[str, Any], facts: dict[str, Any]) -> None:
 
 
 def load(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `save` was given, tensors on the CPU. A damaged checkpoint is refused."""
+    """Load a checkpoint: the `tensors` and `facts` given to `save`, tensors on the CPU.
+
+    Raises:
+        Damaged: A file is missing or was changed.
+        ValueError: There is no such checkpoint, or another version of contratile wrote it.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -99,7 +107,7 @@ def load(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         state = {}
         for name, tree in written["structure"].items():
             _check_name(name)
-            # Clones are aligned as fresh tensors are; sums over a file's bytes in place may differ in the last bit.
+            # Tensors mapped from a file may be aligned differently, which changes sums in the last bit: clone them.
             flat = {key: x.clone() for key, x in load_file(place / f"{name}.safetensors").items()}
             state[name] = restore(tree, flat)
         return state, restore(written["facts"], {})
@@ -108,10 +116,10 @@ def load(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def verify(folder: Path) -> Path:
-    """Read all files of a checkpoint and compare their checksums; gives the place where it is.
+    """Compare the checksums of all files of a checkpoint and return the folder where it is.
 
     Raises:
-        Damaged: A file is missing or not as it was written.
+        Damaged: A file is missing or was changed.
         ValueError: There is no such checkpoint, or another version of contratile wrote it.
     """
     place = _place(folder)
@@ -127,7 +135,7 @@ def verify(folder: Path) -> Path:
 
 
 def latest(run: Path) -> Path | None:
-    """The newest complete checkpoint of a run, or None. Changes nothing, so a run under way may be asked."""
+    """The newest complete checkpoint of a run, or None. Read-only, so it is safe while the run is going on."""
     for folder in reversed(steps(run)):
         fault = _fault(folder)
         if fault is None:
@@ -137,9 +145,9 @@ def latest(run: Path) -> Path | None:
 
 
 def best(run: Path) -> Path | None:
-    """The checkpoint that the newest complete one names as the best, or None. Changes nothing.
+    """The checkpoint that the newest complete one records as the best, or None. Read-only.
 
-    Where it names none, as those of earlier versions did, or one that is not there, `run/best` counts.
+    If it records none (earlier versions did not), or one that no longer exists, the link `run/best` decides.
     """
     complete = [folder for folder in steps(run) if _fault(folder) is None]
     named = _best_step(complete[-1]) if complete else None
@@ -151,9 +159,9 @@ def best(run: Path) -> Path | None:
 
 
 def keep(run: Path, last: int = 2) -> None:
-    """Remove all checkpoints of a run but the `last` newest and the best; damaged ones do not count and are left.
+    """Remove all checkpoints of a run except the `last` newest and the best, and update the link `run/best`.
 
-    The link `run/best` is made to point at the best, in one move. Leftovers of killed writers are removed.
+    Damaged checkpoints do not count and are left alone. Leftovers of killed writers are removed.
     """
     if last < 1:
         bad_value("last", expected="at least 1", got=last, remedy="A run without a checkpoint cannot be resumed.")
@@ -162,35 +170,35 @@ def keep(run: Path, last: int = 2) -> None:
     complete = [folder for folder in steps(run) if folder.is_dir() and _fault(folder) is None]
     for folder in complete[:-last]:
         if kept is None or not kept.samefile(folder):
-            # Renamed first: a checkpoint that is half removed has no name under which anyone looks for it.
+            # Rename first, so that nobody finds a half-removed checkpoint.
             gone = folder.with_name(f"{folder.name}{_DRAFT}{os.getpid()}")
             folder.rename(gone)
             shutil.rmtree(gone)
 
 
 def link_best(run: Path) -> Path | None:
-    """Make `run/best` a link to the best checkpoint, if there is one; gives it."""
+    """Make `run/best` a link to the best checkpoint and return that; None if there is none."""
     found, link = best(run), run / "best"
     place = None if found is None else _place(found)
     if place is None:
         if link.is_symlink() and not link.exists():
-            link.unlink()  # what it pointed at is gone
+            link.unlink()  # its target is gone
         return None
     if not (link.exists() and link.samefile(place)):
-        for draft in run.glob(f"best{_DRAFT}*"):  # of writers that were killed
+        for draft in run.glob(f"best{_DRAFT}*"):  # left by killed writers
             draft.unlink()
         draft = run / f"best{_DRAFT}{os.getpid()}"
         draft.symlink_to(os.path.relpath(place, run), target_is_directory=True)
         if link.is_dir() and not link.is_symlink():
             check_best(run)
-            shutil.rmtree(link)  # a copy of the run may have a folder for the link
+            shutil.rmtree(link)  # in a copy of the run the link may have become a folder
         draft.replace(link)
         _sync(run)
     return place
 
 
 def check_best(run: Path) -> None:
-    """Refuse a `best` that is not a run's: it would be replaced.
+    """Refuse a `run/best` that this package did not write, since it would be replaced.
 
     Raises:
         ValueError: It is neither a link nor a copy of a checkpoint.
@@ -206,9 +214,9 @@ def check_best(run: Path) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Take a damaged checkpoint out of the way, under a name where nobody looks for one; gives it.
+    """Rename a damaged checkpoint so that it is no longer found, and return its new path.
 
-    One that was set aside under that name before makes room.
+    An earlier one of that name is removed.
     """
     place = _place(folder) or folder
     aside = folder.with_name(f"{_ASIDE}{folder.name}")
@@ -219,47 +227,11 @@ def set_aside(folder: Path) -> Path:
     return aside
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """As `optimizer.load_state_dict`, which would round what an optimiser keeps in fp32 for 16-bit parameters."""
-    optimizer.load_state_dict(state)
-    names = [name for group in state["param_groups"] for name in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for name, parameter in zip(names, parameters, strict=True):
-        for key, value in state["state"].get(name, {}).items():
-            kept = optimizer.state[parameter]
-            if isinstance(value, torch.Tensor) and kept[key].dtype != value.dtype:
-                kept[key] = value.to(kept[key].device, copy=True)
-
-
-def random_state() -> dict[str, Any]:
-    """The states of the generators of Python, NumPy (if it is in use) and torch, on the CPU and every CUDA device."""
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if "numpy" in sys.modules:
-        name, keys, *rest = sys.modules["numpy"].random.get_state()
-        state["numpy"] = (str(name), [int(key) for key in keys], *rest)
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Put the generators back where `random_state` found them; devices that are no longer there are passed over."""
-    random.setstate(state["python"])
-    torch.set_rng_state(state["torch"])
-    if "numpy" in state:
-        import numpy
-
-        numpy.random.set_state(state["numpy"])
-    if torch.cuda.is_available():
-        for device, cuda in zip(range(torch.cuda.device_count()), state.get("cuda", ()), strict=False):
-            torch.cuda.set_rng_state(cuda, device)
-
-
 # --- writing ------------------------------------------------------------------------------------------------------
 
 
 def _write(draft: Path, tensors: dict[str, Any], facts: dict[str, Any]) -> None:
-    """All files of a checkpoint, on the disk when this returns; the manifest is the last."""
+    """Write all files of a checkpoint, the manifest last, and sync them to disk."""
     from safetensors.torch import save_file
 
     draft.mkdir()
@@ -284,7 +256,7 @@ def _write(draft: Path, tensors: dict[str, Any], facts: dict[str, Any]) -> None:
 
 
 def _put(draft: Path, folder: Path) -> None:
-    """Give the draft its name. An older checkpoint steps aside first, and is found under that name meanwhile."""
+    """Rename the draft. An older checkpoint is moved aside first; until then it is found under that name."""
     old = folder.with_name(f"{folder.name}{_OLD}{os.getpid()}")
     if folder.exists():
         folder.rename(old)
@@ -295,7 +267,7 @@ def _put(draft: Path, folder: Path) -> None:
 
 
 def _clean(folder: Path) -> None:
-    """Remove what killed writers left; a checkpoint that had stepped aside for one that never came is put back."""
+    """Remove leftovers of killed writers. A checkpoint moved aside for one that never came is moved back."""
     ours = re.compile(rf"(step-\d{{8,}}|{re.escape(folder.name)})({_DRAFT}|{_OLD})\d+")
     for path in sorted(folder.parent.iterdir()) if folder.parent.is_dir() else ():
         if ours.fullmatch(path.name):
@@ -310,7 +282,7 @@ def _write_json(path: Path, value: object) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Push a file, or the names in a folder, to the disk."""
+    """Sync a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -322,19 +294,19 @@ def _sync(path: Path) -> None:
 
 
 def _named(path: Path) -> Path:
-    """The name that a checkpoint has, or had before it stepped aside."""
+    """The name of a checkpoint, also while it is moved aside."""
     return path.with_name(path.name.partition(_OLD)[0])
 
 
 def _place(folder: Path) -> Path | None:
-    """Where a checkpoint is: under its name, or aside if its writer was killed between two renames."""
+    """Where a checkpoint is: under its name, or moved aside if its writer was killed between two renames."""
     if folder.is_dir():
         return folder
     return next(folder.parent.glob(f"{folder.name}{_OLD}*"), None)
 
 
 def steps(run: Path) -> list[Path]:
-    """The checkpoints of a run by their names, oldest first, damaged ones too."""
+    """All checkpoints of a run by name, oldest first, including damaged ones."""
 
     def found() -> Iterator[tuple[int, Path]]:
         for path in (run / "checkpoints").glob("step-*"):
@@ -346,7 +318,7 @@ def steps(run: Path) -> list[Path]:
 
 
 def _best_step(folder: Path) -> int | None:
-    """The step that a checkpoint names as the best so far."""
+    """The step that a checkpoint records as the best so far."""
     place = _place(folder)
     try:
         facts = json.loads(((place or folder) / "facts.json").read_text(encoding="utf-8"))["facts"]
@@ -375,10 +347,10 @@ def _manifest(folder: Path) -> tuple[dict[str, int], dict[str, str]]:
 
 
 def _fault(folder: Path) -> ValueError | None:
-    """What is missing of a checkpoint, judged by names and sizes."""
+    """What is wrong with a checkpoint, judged by names and sizes of its files; None if nothing is."""
     place = _place(folder)
     if place is None:
-        return ValueError(f"checkpoint {folder}: removed meanwhile")
+        return ValueError(f"checkpoint {folder}: removed in the meantime")
     try:
         for name, size in _manifest(place)[0].items():
             _check_size(place / name, size)
@@ -402,7 +374,7 @@ def _checksum(path: Path) -> str:
 
 
 def _check_name(name: str) -> None:
-    """Names of parts become names of files."""
+    """Check a name of `tensors`, which becomes a file name."""
     if not name.isidentifier() or name in ("facts", "manifest"):
         remedy = 'Use a plain word such as "model".'
         bad_value("name of a part", expected="an identifier but facts or manifest", got=repr(name), remedy=remedy)

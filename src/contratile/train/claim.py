@@ -1,10 +1,10 @@
-"""One process writes to the folder of a run: a second one is refused, with the first one named.
+"""Only one process may write to a run's folder; a second one is refused with a message that names the first.
 
     held = claim(run)        # as long as `held` lives, no other process can claim the folder
 
-The claim is an advisory lock on an open file, so the system gives it up when its process ends, however that happens.
-The file stays: removing it could take it from under a process that is just opening it. Readers (`eval`, `search`) need
-no claim, and a process may claim a folder several times.
+The claim is an advisory lock on an open file, so the system releases it when the process ends, however that happens.
+The file is never removed: another process might just be opening it. Readers (`eval`, `search`) need no claim, and a
+process may claim a folder several times.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from contratile.errors import bad_value
 
 LOCK = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-"""What a file system answers that has no locks, such as some network ones."""
+"""Errors of file systems without locks, such as some network ones."""
 
 
 class Claim:
-    """Held by this process until the last reference is gone."""
+    """A claim, released when the last reference to it is gone."""
 
     def __init__(self, descriptor: int) -> None:
         self.release = weakref.finalize(self, os.close, descriptor)
@@ -35,7 +35,7 @@ _ours: weakref.WeakValueDictionary[Path, Claim] = weakref.WeakValueDictionary()
 
 
 def claim(run: Path) -> Claim | None:
-    """Claim the folder of a run, which must exist; None where the file system cannot lock, after a warning.
+    """Claim the folder of a run, which must exist. Warns and returns None if the file system cannot lock.
 
     Raises:
         ValueError: Another process has claimed it.
@@ -44,7 +44,7 @@ def claim(run: Path) -> Claim | None:
     held = _ours.get(place)
     if held is not None and held.release.alive:
         return held
-    # A link is not followed: the folder may come from anyone.
+    # Do not follow a link: the folder may come from anyone.
     descriptor = os.open(place / LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
     try:
         fault = _lock(descriptor)
@@ -67,7 +67,7 @@ def claim(run: Path) -> Claim | None:
 
 
 def _lock(descriptor: int) -> str | None:
-    """Lock an open file, or tell why that is impossible here."""
+    """Lock an open file; returns the reason if that is not possible here."""
     try:
         import fcntl
     except ImportError:
@@ -82,9 +82,9 @@ def _lock(descriptor: int) -> str | None:
 
 
 def _holder(descriptor: int) -> str:
-    """The process that holds the lock, as it wrote itself down."""
+    """The process that holds the lock, from the contents of the file."""
     try:
         told = json.loads(os.pread(descriptor, 1000, 0))
         return f"process {int(told['pid'])} on {str(told['host'])[:100]!r}"
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return "another process"  # which has not written yet, or something else wrote here
+        return "another process"  # it has not written yet, or the file is something else

@@ -1,9 +1,9 @@
-"""The options of a training run: keyword-only, checked, saved with the run as TOML.
+"""The options of a training run: checked dataclasses, saved with the run as TOML.
 
     config = TrainConfig(run=RunConfig(batch=4096), data=DataConfig(data="icons"))
     load_config(Path("recipes/icons.toml"))
 
-On the command line every field is an option of its own name; in a recipe it stands under its section.
+On the command line every field is an option of the same name; in a recipe it stands under its section.
 """
 
 from __future__ import annotations
@@ -30,95 +30,118 @@ LossName = Literal["clip", "infonce", "siglip", "ntxent", "supcon"]
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """The loss."""
+    """The loss and its options."""
 
     loss: LossName = "clip"
-    """clip: both directions; infonce: left to right; siglip; ntxent: two views; supcon: equal texts are one class."""
+    """clip: both directions; infonce: left to right; siglip; ntxent: sides are views; supcon: one class per text."""
 
     dedup: bool = True
-    """Pairs of equal text are no negatives of each other (clip, infonce)."""
+    """Do not use pairs of equal text as negatives of each other (clip, infonce)."""
 
     margin: float | None = None
-    """Drop negatives more similar than the positive less this margin (clip, infonce)."""
+    """Drop negatives whose similarity exceeds that of the positive minus this margin (clip, infonce)."""
 
     label_smoothing: float = 0.0
-    """Share of the target that is spread over all keys (clip, infonce)."""
+    """Share of the target that is spread evenly over all keys (clip, infonce)."""
 
     backend: Literal["auto", "torch", "triton", "dense"] = "auto"
-    """How the loss is computed; dense, which needs memory for all scores, is there to compare with."""
+    """Implementation of the loss; dense holds all scores in memory and is meant for comparison."""
 
     cache_mib: int = 0
-    """Memory for keeping score tiles from forward to backward: faster, same results."""
+    """Memory in MiB for keeping score tiles from forward to backward: faster, same results."""
 
     max_scale: float = 100.0
-    """The learned scale is clamped to it after every step."""
+    """Upper limit of the learned scale; it is clamped after every step."""
+
+    @property
+    def views(self) -> int:
+        """2 if the loss compares both sides of all pairs with each other (ntxent, supcon), else 1."""
+        return 2 if self.loss in ("ntxent", "supcon") else 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The run."""
+    """The run: where it writes, how long it trains, on what."""
 
     out: Path = Path("runs/latest")
-    """Folder of the run: configuration, metrics, checkpoints, report."""
+    """Folder of the run: configuration, metrics, checkpoints, gallery and report."""
 
     batch: int = 4096
-    """Pairs in a step, over all processes."""
+    """Pairs in a step, over all processes. The loss compares all of them with each other."""
 
     chunk: int = 256
-    """Pairs that go through the encoders at once: what their activations are held for."""
+    """Pairs that go through the encoders at a time. Lower it if they run out of memory; results stay the same."""
 
     steps: int = 0
-    """Steps of the run; 0: as the epochs say."""
+    """Steps of the run; 0: use epochs."""
 
     epochs: float = 10.0
-    """Passes over the data, if steps are not given."""
+    """Passes over the data, if steps is 0."""
 
     seed: int = 0
-    """Of the weights, the order of the data and everything random."""
+    """Seed for weights, data order and dropout."""
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Of the encoders, fp16 on accelerators only; the loss accumulates in fp32."""
+    """Precision of the encoders; fp16 needs an accelerator. The loss accumulates in fp32."""
 
     fsdp: bool = False
-    """Share weights, gradients and optimiser state out over the processes (FSDP2); nothing to do for one process."""
+    """Shard weights, gradients and optimiser state over the processes (FSDP2). No effect with one process."""
 
     offload: Literal["none", "host", "disk"] = "none"
-    """Where a batch's inputs wait between the two passes through the encoders."""
+    """Where the inputs of a batch are kept between the two passes through the encoders."""
 
     eval_every: int = 0
-    """Steps between evaluations on held-out data; 0: ten in a run. There is one at the end in any case."""
+    """Steps between evaluations on held-out data; 0: ten in a run. There is always one at the end."""
 
     save_every: int = 0
     """Steps between checkpoints; 0: ten in a run."""
 
     keep: int = 2
-    """Checkpoints that are kept, beside the best."""
+    """Number of newest checkpoints to keep, besides the best one."""
 
     resume: str = "auto"
-    """auto: continue the run in `out` if there is one; never: refuse to; or a checkpoint's folder, for a new `out`."""
+    """auto: continue the run in `out` if there is one; never: refuse to; or a checkpoint's folder, for a new run."""
 
     log_every: int = 1
     """Steps between lines of metrics.jsonl."""
 
     tensorboard: bool = True
-    """Write TensorBoard's files too, if the package is there."""
+    """Write TensorBoard files too, if the package is installed."""
 
     cpu: bool = False
     """Use the CPU even if there is an accelerator."""
 
     timeout: float = 1800.0
-    """Seconds that processes wait for each other; then a dead or stalled one ends the run."""
+    """Seconds that processes wait for each other before a dead or stalled one ends the run."""
+
+    gallery: Literal["auto", "held-out", "all"] = "auto"
+    """What `contratile search` covers: all pairs, held-out ones, or auto: all, if they are at most 20,000."""
+
+    queries: tuple[str, ...] = ()
+    """Texts to search for at the end of the run; the results are printed and shown in the report."""
+
+    large_loss: bool = False
+    """At the end, run one loss step that is too large for a dense loss on this machine, and report time and memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Train a pair of encoders with a contrastive loss at any batch size."""
+    """Train two encoders with a contrastive loss at any batch size."""
 
     run: RunConfig = field(default_factory=RunConfig)
+    """Where the run writes, how long it trains, on what."""
+
     data: DataConfig = field(default_factory=DataConfig)
+    """Where the pairs come from."""
+
     towers: TowerConfig = field(default_factory=TowerConfig)
+    """The encoders."""
+
     loss: LossConfig = field(default_factory=LossConfig)
+    """The loss."""
+
     optim: OptimConfig = field(default_factory=OptimConfig)
+    """The optimiser and its schedule."""
 
     def __post_init__(self) -> None:
         run, loss = self.run, self.loss
@@ -131,17 +154,19 @@ class TrainConfig:
         for name in ("steps", "eval_every", "save_every"):
             check_count(name, getattr(run, name), least=0)
         if not 0 <= run.seed < 2**32:
-            bad_value("seed", expected="0 to 4294967295", got=run.seed, remedy="Any number in between will do.")
+            bad_value("seed", expected="0 to 4294967295", got=run.seed, remedy="Choose any number in that range.")
         check_count("cache_mib", loss.cache_mib, least=0)
         if not 0 <= loss.label_smoothing < 1:
             got = loss.label_smoothing
             bad_value("label_smoothing", expected="a share from 0 to below 1", got=got, remedy="0.1 is common.")
         if not loss.max_scale >= 1:
-            bad_value("max_scale", expected="at least 1", got=loss.max_scale, remedy="CLIP has 100.")
+            bad_value("max_scale", expected="at least 1", got=loss.max_scale, remedy="CLIP uses 100.")
         if run.steps == 0 and not run.epochs > 0:
             bad_value("epochs", expected="a positive number", got=run.epochs, remedy="Or pass --steps.")
         if not 0 < run.timeout < 1e9:
-            bad_value("timeout", expected="a positive number of seconds", got=run.timeout, remedy="Drop it for 1800.")
+            bad_value(
+                "timeout", expected="a positive number of seconds", got=run.timeout, remedy="The default is 1800."
+            )
         if loss.loss not in ("clip", "infonce"):
             for name in ("margin", "label_smoothing"):
                 if getattr(loss, name):
@@ -151,22 +176,25 @@ class TrainConfig:
 
 SECTIONS = ("run", "data", "towers", "loss", "optim")
 CONFIG = "config.toml"
-"""Of a run, in its folder."""
+"""Name of the configuration file in a run's folder."""
 
 LARGEST = 1 << 20
-"""Bytes of a recipe at most: they have some hundreds."""
+"""Largest recipe in bytes; real ones have a few hundred."""
 
 
 def load_config(path: Path, default: TrainConfig | None = None, *, allow_pipe: bool = False) -> TrainConfig:
-    """A recipe: sections and fields of `TrainConfig` in TOML, on top of `default`.
+    """Load a recipe: sections and fields of `TrainConfig` in TOML.
 
     Args:
-        path: The file. Anyone may have written it, so every value is checked.
-        default: What it leaves out; by default that of `TrainConfig`.
-        allow_pipe: Let the data that it names start programs (`pipe:COMMAND`, addresses).
+        path: The file. It may come from anyone, so every value is checked.
+        default: Values for fields that the file leaves out; by default those of `TrainConfig()`.
+        allow_pipe: Allow the data named in the file to start programs (`pipe:COMMAND`, URLs).
+
+    Returns:
+        The configuration.
 
     Raises:
-        ValueError: The file cannot be read, or has a name or a value that does not exist.
+        ValueError: The file cannot be read, or has an unknown field or a value out of range.
         TypeError: A value has the wrong type.
     """
     try:
@@ -177,11 +205,11 @@ def load_config(path: Path, default: TrainConfig | None = None, *, allow_pipe: b
         with path.open("rb") as file:
             text = file.read(LARGEST + 1)
         if len(text) > LARGEST:
-            raise ValueError("It is larger")
+            raise ValueError("The file is larger")
         given = tomllib.loads(text.decode("utf-8"))
     except OSError as error:
         bad_value("config", expected="a TOML file", got=path, remedy=f"{error.strerror or error}.")
-    except ValueError as error:  # of TOML, of UTF-8, or a number with thousands of digits
+    except ValueError as error:  # invalid TOML or UTF-8, or a number with thousands of digits
         bad_value("config", expected=f"TOML in UTF-8, at most {LARGEST:,} bytes", got=path, remedy=f"{error}.")
     except RecursionError:
         bad_value("config", expected="sections of values", got=f"{path}, nested too deeply", remedy="See recipes/.")
@@ -190,11 +218,21 @@ def load_config(path: Path, default: TrainConfig | None = None, *, allow_pipe: b
         return config
     names = [name for name in ("data", "test_data") if name in given.get("data", {})]
     foreign = {name: Foreign(getattr(config.data, name), origin=str(path)) for name in names}
-    return replace(config, data=replace(config.data, **foreign))  # type: ignore[arg-type]  # they are texts
+    return replace(config, data=replace(config.data, **foreign))  # type: ignore[arg-type]  # Foreign is a str
 
 
 def from_dict(given: Mapping[str, Any], default: TrainConfig, *, where: str) -> TrainConfig:
-    """The default with some fields replaced; unknown names are refused with the nearest known one."""
+    """Replace some fields of a configuration.
+
+    Args:
+        given: Values by section and field, as TOML has them.
+        default: The configuration to start from.
+        where: What error messages call the source of the values.
+
+    Raises:
+        ValueError: A name is unknown (the message names the nearest one) or a value is out of range.
+        TypeError: A value has the wrong type.
+    """
     parts = {}
     for section, values in given.items():
         _known(section, SECTIONS, where)
@@ -214,7 +252,7 @@ def from_dict(given: Mapping[str, Any], default: TrainConfig, *, where: str) -> 
 
 @contextmanager
 def _named(where: str) -> Iterator[None]:
-    """Put the file in front of what is said about a value."""
+    """Prefix errors with the name of the file."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -228,7 +266,7 @@ def _known(name: str, known: tuple[str, ...], where: str) -> None:
         bad_value(where, expected=f"one of {', '.join(known)}", got=_short(name), remedy=remedy)
 
 
-# What a field of a type wants to find in TOML: the types there, and the word for them.
+# For each field type: the accepted TOML types, and how to call them.
 _WANTED: dict[Any, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "true or false"),
     int: ((int,), "a whole number"),
@@ -239,14 +277,18 @@ _WANTED: dict[Any, tuple[tuple[type, ...], str]] = {
 
 
 def _convert(what: str, value: Any, hint: Any, default: Any) -> Any:
-    """A value of TOML as a field wants it."""
-    if get_origin(hint) in (Union, UnionType):  # TOML has no word for None, so the other one is meant
+    """Convert a TOML value to the type of a field."""
+    if get_origin(hint) in (Union, UnionType):  # TOML has no None, so it must be the other type
         (hint,) = (option for option in get_args(hint) if option is not type(None))
     if get_origin(hint) is Literal:
         check_choice(what, value, get_args(hint))
         return value
     if get_origin(hint) is tuple:
         kinds = get_args(hint)
+        if kinds[-1] is ...:
+            if not isinstance(value, list):
+                bad_type(what, expected="a list", got=_short(value), remedy='Write it as ["first", "second"].')
+            return tuple(_convert(what, part, kinds[0], None) for part in value)
         if not isinstance(value, list) or len(value) != len(kinds):
             bad_type(what, expected=f"a list of {len(kinds)}", got=_short(value), remedy="Write it as [0.9, 0.98].")
         return tuple(_convert(what, part, kind, None) for part, kind in zip(value, kinds, strict=True))
@@ -264,16 +306,16 @@ def _convert(what: str, value: Any, hint: Any, default: Any) -> Any:
 
 
 def _short(value: object) -> str:
-    """What was found, at a length that fits a line."""
+    """The repr of a value, cut to fit a line."""
     try:
         text = repr(value)
-    except (RecursionError, ValueError):  # a nest, or a number of more digits than Python shows
+    except (RecursionError, ValueError):  # nested too deeply, or a number of too many digits
         text = f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:50]}... ({len(text)} characters)"
 
 
 def to_dict(config: TrainConfig) -> dict[str, dict[str, Any]]:
-    """Plain values by section; what is None is left out, as TOML has no word for it."""
+    """Plain values by section. None is left out, since TOML has no word for it."""
     sections = {}
     for section in SECTIONS:
         part = getattr(config, section)
@@ -283,7 +325,7 @@ def to_dict(config: TrainConfig) -> dict[str, dict[str, Any]]:
 
 
 def to_toml(config: TrainConfig) -> str:
-    """A recipe that gives this config again."""
+    """Write a configuration as a recipe; `load_config` reads it back."""
     lines = []
     for section, values in to_dict(config).items():
         lines += [f"[{section}]", *(f"{name} = {_toml(value)}" for name, value in values.items()), ""]
@@ -291,11 +333,11 @@ def to_toml(config: TrainConfig) -> str:
 
 
 def save_config(config: TrainConfig, folder: Path) -> None:
-    """Write the options of a run beside what it makes."""
+    """Write config.toml into a run's folder."""
     with written_whole(folder / CONFIG) as draft:
         draft.write_text(to_toml(config), encoding="utf-8")
 
 
 def _toml(value: Any) -> str:
-    # JSON's strings, numbers, booleans and lists are TOML too.
+    # Strings, numbers, booleans and lists are written the same in JSON and TOML.
     return json.dumps(list(value) if isinstance(value, tuple) else value)

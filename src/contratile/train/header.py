@@ -1,4 +1,4 @@
-"""What a run is about to do, in a few lines: pairs, columns, encoders, device, steps, learning rates, folder.
+"""A summary of a run before its first step: pairs, columns, encoders, device, steps, learning rates, folder.
 
 print("\\n".join(header(trainer)))
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from contratile.data.sample import Indexed, Source
-from contratile.report.wording import columns_of
+from contratile.report.metric_text import columns_of
 
 if TYPE_CHECKING:
     from contratile.models.towers import Tower
@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 
 
 def header(trainer: Trainer) -> list[str]:
-    """A line for each, its title first."""
+    """Summarise a run, one line per topic.
+
+    Args:
+        trainer: The run.
+
+    Returns:
+        Aligned lines, each with a title.
+    """
     run, optim = trainer.config.run, trainer.config.optim
     rates = f"{optim.rate:g}"
     if optim.backbone_lr is not None:
@@ -43,7 +50,7 @@ def _counted(source: Source) -> str:
 
 
 def _columns(source: Source) -> list[tuple[str, str]]:
-    """Which columns are the pair, and which others there are: one that holds texts or pictures may have been meant."""
+    """The columns that form the pair, and the unused ones: the user may have meant one of them."""
     columns = columns_of(source)
     if columns is None:
         return []
@@ -65,7 +72,7 @@ def _towers(trainer: Trainer) -> str:
 
 
 def _size(tower: Tower) -> str:
-    """Parameters; those that are trained, if not all are."""
+    """Number of parameters, and how many of them are trained if not all."""
     every = sum(p.numel() for p in tower.parameters())
     trained = sum(p.numel() for p in tower.parameters() if p.requires_grad)
     start = "pretrained" if tower.pretrained else "from scratch"

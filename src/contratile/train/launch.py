@@ -1,9 +1,9 @@
-"""How the processes of a run find each other, whoever started them: torchrun, accelerate, MPI or nobody.
+"""Connect the processes of a run, whether started by torchrun, accelerate, MPI or alone.
 
-    accelerator = join(config.run)           # on every process; refuses before anything is written
+    accelerator = join(config.run)           # on every process, before anything is written
 
-Without an accelerator the CPU is chosen and gloo connects the processes. A process that would believe itself alone
-among several is refused: it would train on its own and write over the others' files.
+Without an accelerator the run uses the CPU and gloo. A process that was started as one of several but does not find the
+others is refused: it would train alone and overwrite their files.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from contratile.train.config import RunConfig
 
 _SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-"""Variables in which launchers tell how many processes they started."""
+"""Environment variables in which launchers pass the number of processes."""
 
 
 def join(run: RunConfig) -> Any:
-    """accelerate's `Accelerator` of this process, connected with the others.
+    """Connect this process with the others.
 
     Args:
         run: Options of the run; `cpu`, `precision` and `timeout` are used.
@@ -48,20 +48,20 @@ def join(run: RunConfig) -> Any:
     started = processes_started()
     precision = "no" if run.precision == "fp32" else run.precision
     wait = InitProcessGroupKwargs(timeout=timedelta(seconds=run.timeout))
-    with patch_environment(**{FROM_ACCELERATE: "false"}):  # FSDP is ours: see sharding.py
-        AcceleratorState._reset_state()  # an earlier run of this process may have had another precision
+    with patch_environment(**{FROM_ACCELERATE: "false"}):  # FSDP is handled by sharding.py
+        AcceleratorState._reset_state()  # an earlier run in this process may have used another precision
         if not dist.is_initialized():
-            PartialState._reset_state()  # or have been alone
+            PartialState._reset_state()  # or have run alone
         accelerator = Accelerator(mixed_precision=precision, cpu=on_cpu, kwargs_handlers=[wait])
     if accelerator.num_processes != started:
-        remedy = "Pass --cpu to train on CPUs, or start it with torchrun, which tells every process its number."
+        remedy = "Pass --cpu to train on CPUs, or start it with torchrun, which gives every process its rank."
         got = f"{accelerator.num_processes} on {accelerator.device}"
         bad_value("processes", expected=f"the {started} that the launcher started", got=got, remedy=remedy)
     return accelerator
 
 
 def processes_started() -> int:
-    """How many processes there are, by the process group if there is one, else by what the launcher says."""
+    """The number of processes, from the process group if there is one, else from the launcher's environment."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     for name in _SIZES:
@@ -71,3 +71,10 @@ def processes_started() -> int:
                 bad_value(name, expected="a number of processes", got=repr(value), remedy=f"Unset {name}.")
             return int(value)
     return 1
+
+
+def gather_objects(mine: Any) -> list[Any]:
+    """The objects of all processes, in the order of ranks. Collective."""
+    from accelerate.utils import gather_object
+
+    return list(gather_object([mine]))

@@ -2,66 +2,54 @@
 
     outcome = Trainer(TrainConfig()).run()
 
-A step reads: take a global batch, run it through the encoders chunk by chunk (`GradCache`), over the ranks (the loss's
-ring), clip, step, clamp the scale. One process or many run the same loop. Everything that decides the next step is in
-the checkpoint, so a run that was killed goes on as if it had not been.
+A step takes a global batch, runs it through the encoders chunk by chunk (`GradCache`), computes the loss over all
+processes (the loss's ring), clips the gradient, updates the weights and clamps the scale. One process or many run the
+same code. A checkpoint holds everything that the next step depends on, so a killed run resumes as if it had not been
+interrupted.
 """
 
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
-from itertools import islice
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from contratile.data.catalog import open_source
 from contratile.data.loader import Batch, Loader
-from contratile.data.sample import Indexed, Source
-from contratile.errors import bad_value
+from contratile.data.sample import Indexed, Stream
 from contratile.grad_cache import GradCache
 from contratile.losses.normalized import warn_not_normalized
-from contratile.models.locked import kept_outputs, rows_of
-from contratile.models.towers import (
-    LockedTowerHead,
-    Tower,
-    Towers,
-    build_towers,
-    check_recipe,
-    recipe_checksums,
-    save_recipe,
-)
+from contratile.models.encoding import SourceFeatures, encode, to_device
+from contratile.models.locked import rows_of
+from contratile.models.towers import Towers, check_recipe, recipe_checksums
+from contratile.report.loss_memory import dense_loss_bytes, tiled_loss_bytes
+from contratile.report.metric_text import side_names
 from contratile.report.tracking import Tracker
-from contratile.report.wording import side_names
 from contratile.train import checkpoint
-from contratile.train.claim import claim
+from contratile.train.claim import Claim
 from contratile.train.config import CONFIG, TrainConfig, load_config, save_config, to_dict
-from contratile.train.evaluate import Encoded, encode, not_finite, retrieval, to_device
-from contratile.train.finish import is_finished
-from contratile.train.launch import join
-from contratile.train.objective import Objective
-from contratile.train.optim import clamp_scale, learning_rate, make_optimizer, resolved
-from contratile.train.places import located
-from contratile.train.resume import check_options, find_checkpoint, run_of
-from contratile.train.sharding import (
-    asked_of_accelerate,
-    is_shard,
-    load_model,
-    shard,
-    shared_out,
-    whole,
-    without_foreach,
-)
+from contratile.train.divergence import diverged, finite, set_aside_diverged
+from contratile.train.encoders import SIDES, locked_outputs, shared_towers, step_encoders
+from contratile.train.evaluate import not_finite, retrieval
+from contratile.train.launch import gather_objects, join
+from contratile.train.objective import batch_loss, text_ids
+from contratile.train.optim import clamp_scale, learning_rate, load_optimizer, make_optimizer, resolved
+from contratile.train.paths import absolute_paths
+from contratile.train.random_state import random_state, set_random_state
+from contratile.train.results import is_finished
+from contratile.train.resume import check_options, claim_and_find_checkpoint, run_of
+from contratile.train.setup import check_sharding, fit_batch, gallery_has_training, steps_of
+from contratile.train.sharding import load_model, requested_by_accelerate, sharded_like, whole, without_foreach
 from contratile.train.stopping import signals
 
-SIDES = ("left", "right")
 BEST = "text_to_image_R@10"
 """The metric whose best checkpoint is kept."""
 
@@ -70,16 +58,90 @@ class Outcome(NamedTuple):
     """How a run ended."""
 
     step: int
+    """Steps done."""
+
     finished: bool
-    """False: a signal stopped it, after a checkpoint."""
+    """False if a signal stopped the run; it has saved a checkpoint."""
 
     metrics: dict[str, float]
-    encoded: Encoded | None
-    """The held-out data at the end, on the main process."""
+    """Held-out metrics at the end; empty if the run had been finished before."""
+
+    held_out: SourceFeatures | None
+    """Features of the held-out data at the end, on the main process of a run that was finished now."""
+
+    training: SourceFeatures | None = None
+    """Features of the training data, if the gallery holds them too."""
 
 
 class Trainer:
-    """The parts of a run, built once; `run` is the loop."""
+    """A training run: data, encoders, loss, optimiser, and how far it has come.
+
+    Creating it joins the processes, opens the data, builds the encoders and restores the newest checkpoint in
+    `config.run.out`, if there is one. `run` trains.
+
+    Args:
+        config: The options of the run.
+        notify: Called with a status text while the run is prepared.
+        say: Called with messages that should stay on the screen.
+
+    Raises:
+        ValueError: The options do not fit the data, the machine or the checkpoint; the message names the option.
+
+    Example:
+        >>> trainer = Trainer(TrainConfig(run=RunConfig(out=Path("runs/icons"), steps=100)))    # doctest: +SKIP
+        >>> outcome = trainer.run()                                                            # doctest: +SKIP
+        >>> write_results(trainer, outcome)                                                    # doctest: +SKIP
+    """
+
+    config: TrainConfig
+    """The options, with absolute paths and with everything filled in that was left open."""
+
+    notices: list[str]
+    """What the user should know before the first step."""
+
+    accelerator: Any
+    main: bool
+    """Whether this is the main process, which evaluates and writes."""
+
+    sharded: bool
+    """Whether weights are sharded over the processes (FSDP)."""
+
+    source: Indexed | Stream
+    held_out: Indexed | Stream
+    sides: tuple[str, str]
+    """Names of the left and the right side of a pair."""
+
+    loader: Loader
+    claim: Claim | None
+    """Keeps other runs out of the folder as long as it lives."""
+
+    resumed: Path | None
+    """The checkpoint that the run resumes from."""
+
+    towers: Towers
+    kept: dict[str, Tensor]
+    """Outputs of locked backbones for all training samples, by side."""
+
+    cache: GradCache
+    optimizer: Any
+    rates: list[float]
+    """Factor on the learning rate for each parameter group."""
+
+    steps: int
+    """Steps of the whole run."""
+
+    searches_training: bool
+    """Whether the gallery will hold the training pairs too."""
+
+    step: int
+    """Steps done."""
+
+    best: float
+    best_step: int
+    """The best metric so far, and its step."""
+
+    evaluated: int
+    """The step of the last evaluation."""
 
     def __init__(
         self,
@@ -87,43 +149,56 @@ class Trainer:
         notify: Callable[[str], object] = lambda text: None,
         say: Callable[[str], object] = lambda text: None,
     ) -> None:
-        """`notify` is told what goes on before the first step, `say` what is to be read afterwards too."""
+        self.config = absolute_paths(config)
+        self.notices = []
+        self.step, self.best, self.best_step, self.evaluated = 0, -math.inf, 0, -1
+        self._join_processes()
+        self._open_data()
+        self._claim_folder()
+        self._build_towers()
+        self._make_loader()
+        self._compute_locked_outputs(notify, say)
+        self._make_cache()
+        self._make_optimizer()
+        if self.resumed is not None:
+            self._restore(self.resumed)
+        if self.main:
+            save_config(self.config, self.config.run.out)
+
+    # --- the steps of preparing a run -----------------------------------------------------------------------------
+
+    def _join_processes(self) -> None:
         from accelerate.utils import set_seed
 
-        self.config = config = located(config)
-        run = config.run
-        self.notices: list[str] = []
-        """What the user should know before the first step."""
-
-        asked = run.fsdp or asked_of_accelerate()
+        run = self.config.run
+        sharding = run.fsdp or requested_by_accelerate()
         self.accelerator = join(run)
-        self.sharded = asked and self.accelerator.num_processes > 1
+        self.sharded = sharding and self.accelerator.num_processes > 1
         if self.sharded:
-            check_sharding(config, self.accelerator.num_processes)
+            check_sharding(self.config, self.accelerator.num_processes)
         self.main = bool(self.accelerator.is_main_process)
         set_seed(run.seed)
-        self.source, self.held_out = open_source(config.data, "train"), open_source(config.data, "test")
-        self.config = config = fitted(config, self.source, self.accelerator.num_processes)
-        if config.run.batch != run.batch:
-            told = f"batch {run.batch:,} is larger than the data: {config.run.batch:,}, of {len(self.source):,} pairs"  # type: ignore[arg-type]
-            self.notices.append(f"{told} to train on, in every step")
-        run = config.run
-        self.resumed = self._take_up()
 
-        # A tokenizer is trained once, by one process, and read by the others.
-        for main_first in (True, False):
-            if self.main == main_first:
-                known = run_of(self.resumed) if self.resumed else None if self.main else run.out
-                bias = config.loss.loss == "siglip"
-                self.towers = build_towers(config.towers, texts=texts_of(self.source), folder=known, bias=bias)
-                check_kinds(self.source, self.towers.kinds)
-                # What was read there stays as it is: its checksum is in the checkpoints.
-                if self.main and (known is None or known.resolve() != run.out.resolve()):
-                    save_recipe(self.towers, run.out)
-            self.accelerator.wait_for_everyone()
+    def _open_data(self) -> None:
+        asked, data = self.config.run.batch, self.config.data
+        self.source, self.held_out = open_source(data, "train"), open_source(data, "test")
         self.sides = side_names(self.held_out)
+        self.config = fit_batch(self.config, self.source, self.accelerator.num_processes)
+        batch = self.config.run.batch
+        if batch != asked:
+            pairs = len(self.source)  # type: ignore[arg-type]  # only data with a length limits the batch
+            self.notices.append(f"batch {asked:,} is larger than the {pairs:,} training pairs: using {batch:,}")
+
+    def _claim_folder(self) -> None:
+        self.resumed, self.claim = claim_and_find_checkpoint(self.config.run, self.main)
+
+    def _build_towers(self) -> None:
+        wait, resumed = self.accelerator.wait_for_everyone, run_of(self.resumed) if self.resumed else None
+        self.towers = shared_towers(self.config, self.source, main=self.main, wait=wait, resumed=resumed)
         self.towers.to(self.accelerator.device).train()
 
+    def _make_loader(self) -> None:
+        run, data = self.config.run, self.config.data
         self.loader = Loader(
             self.source,
             (self.towers.left.prepare, self.towers.right.prepare),
@@ -132,53 +207,85 @@ class Trainer:
             seed=run.seed,
             rank=self.accelerator.process_index,
             world=self.accelerator.num_processes,
-            workers=config.data.workers,
-            broken_limit=config.data.broken_limit,
+            workers=data.workers,
+            broken_limit=data.broken_limit,
         )
-        self.steps = run.steps or self._steps_of(run.epochs)
+        self.steps = run.steps or steps_of(run.epochs, self.loader.steps_per_epoch)
+        self.searches_training = gallery_has_training(self.config, self.source, self.held_out, self.steps)
+
+    def _compute_locked_outputs(self, notify: Callable[[str], object], say: Callable[[str], object]) -> None:
         wait = self.accelerator.wait_for_everyone
-        of = {"seed": run.seed, **{section: to_dict(config)[section] for section in ("data", "towers")}}
-        tell: dict[str, Any] = {"broken_limit": config.data.broken_limit, "notify": notify, "say": say}
-        kept = {
-            side: kept_outputs(
-                tower, self.source, side, run.out, of=of, chunk=run.chunk, main=self.main, wait=wait, **tell
-            )
-            for side, tower in (("left", self.towers.left), ("right", self.towers.right))
-            if tower.locked
-        }
-        self.kept = {side: outputs for side, outputs in kept.items() if outputs is not None}
-        self.objective = Objective(config.loss)
-        self.cache = GradCache(self._encoders(), self.objective, chunk_size=run.chunk, offload=run.offload)
+        self.kept = locked_outputs(
+            self.config, self.towers, self.source, main=self.main, wait=wait, notify=notify, say=say
+        )
+
+    def _make_cache(self) -> None:
+        run, compiled = self.config.run, self.config.towers.compile
+        encoders = step_encoders(self.towers, self.kept, self.accelerator, sharded=self.sharded, compiled=compiled)
+        # Text ids are a third input that passes through, so that they reach the loss with the features.
+        self.cache = GradCache(
+            (*encoders, nn.Identity()),
+            partial(batch_loss, self.config.loss),
+            chunk_size=run.chunk,
+            offload=run.offload,
+        )
+
+    def _make_optimizer(self) -> None:
         before = run_of(self.resumed) / CONFIG if self.resumed else None
         saved = load_config(before).optim if before is not None and before.exists() else None
-        self.config = config = replace(config, optim=resolved(config.optim, self.towers, saved))
-        optimizer = make_optimizer(self.towers, config.optim)
+        self.config = replace(self.config, optim=resolved(self.config.optim, self.towers, saved))
+        optimizer = make_optimizer(self.towers, self.config.optim)
         self.rates = [group.get("lr_scale", 1.0) for group in optimizer.param_groups]
         self.optimizer = self.accelerator.prepare_optimizer(without_foreach(optimizer) if self.sharded else optimizer)
-        self.step, self.best, self.best_step, self.evaluated = 0, -math.inf, 0, -1
-        if self.resumed is not None:
-            self._restore(self.resumed)
+
+    def _restore(self, folder: Path) -> None:
+        state, facts = checkpoint.load(folder)
+        check_recipe(facts, run_of(folder))
+        check_options(facts["config"], self.config)
+        load_model(self.towers, state["model"])
+        load_optimizer(self.optimizer, sharded_like(state["optimizer"], self.optimizer))
+        self.loader.load_state_dict(facts["loader"])
+        self.step = facts["step"]
+        out = self.config.run.out
+        # A run that starts from a checkpoint of another one looks for a best of its own.
+        best = checkpoint.best(out) if run_of(folder).resolve() == out.resolve() else None
+        if best is not None and facts["best"] is not None and math.isfinite(facts["best"]):
+            self.best, self.best_step = facts["best"], checkpoint.step_of(best) or 0
         if self.main:
-            save_config(config, run.out)
+            checkpoint.keep(out, last=self.config.run.keep)  # the run may have been killed before it got here
+        rank = self.accelerator.process_index
+        if rank < len(state["random"]):
+            set_random_state(state["random"][rank])
+
+    # --- training -------------------------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
-        """Train to the end, or to a signal. A run that has all its steps is evaluated, unless it has been finished."""
+        """Train to the last step, or until SIGTERM or Ctrl-C, after which a checkpoint is saved.
+
+        A run that has all its steps is only evaluated, and not even that if its results are already written.
+
+        Returns:
+            How the run ended, with metrics and features for `write_results`.
+
+        Raises:
+            FloatingPointError: Loss, gradient or weights became NaN or infinite.
+        """
         if self.step >= self.steps:
-            done = self._agree(self.main and is_finished(self.config.run.out, self.step))
-            return Outcome(self.step, True, *({}, None) if done else self.evaluate())
+            done = self._any_process(self.main and is_finished(self.config.run.out, self.step))
+            return Outcome(self.step, True, {}, None) if done else self._outcome(*self.evaluate())
         run, saved = self.config.run, self.step
         evaluate_at, save_at = (every or max(1, self.steps // 10) for every in (run.eval_every, run.save_every))
         metrics: dict[str, float] = {}
-        encoded: Encoded | None = None
-        # The loader's workers end after the last checkpoint: one that is stuck must not keep it from being written.
+        held_out: SourceFeatures | None = None
+        # The loader closes last: a stuck worker must not prevent the final checkpoint.
         with (
             signals() as received,
             closing(iter(self.loader)) as batches,
-            Tracker(self.config, steps=self.steps, step=self.step, main=self.main) as tracker,
+            self._tracker() as tracker,
         ):
             if self.step == 0:
-                tracker.evaluation(0, self.evaluate()[0], self.sides)  # what training starts from
-            while self.step < self.steps and not self._agree(bool(received)):
+                tracker.evaluation(0, self.evaluate()[0], self.sides)  # the starting point
+            while self.step < self.steps and not self._any_process(bool(received)):
                 batch = next(batches)
                 began = time.perf_counter()
                 facts = self.train_step(batch)
@@ -187,9 +294,9 @@ class Trainer:
                 tracker.step(self.step, facts, broken=self.loader.broken)
                 last, better = self.step == self.steps, False
                 if self.step % evaluate_at == 0 or last:
-                    metrics, encoded = self.evaluate()
+                    metrics, held_out = self.evaluate()
                     tracker.evaluation(self.step, metrics, self.sides)
-                    better = metrics[BEST] >= self.best  # the latest of equal ones: NaN is never better
+                    better = metrics[BEST] >= self.best  # the latest of equal ones; NaN is never better
                     if better:
                         self.best, self.best_step = metrics[BEST], self.step
                 if self.step % save_at == 0 or last or better:
@@ -199,79 +306,131 @@ class Trainer:
             if saved < self.step:
                 tracker.flush()
                 self.save()
-        return Outcome(self.step, self.step >= self.steps, metrics, encoded)
+        if self.step < self.steps:
+            return Outcome(self.step, False, metrics, held_out)
+        return self._outcome(metrics, held_out)
+
+    def _tracker(self) -> Tracker:
+        run, loss, processes = self.config.run, self.config.loss, self.accelerator.num_processes
+        dense = dense_loss_bytes(run.batch, views=loss.views)
+        tiled = tiled_loss_bytes(
+            run.batch, self.towers.left.width, processes=processes, views=loss.views, cache_bytes=loss.cache_mib << 20
+        )
+        return Tracker(
+            run.out,
+            steps=self.steps,
+            step=self.step,
+            log_every=run.log_every,
+            tensorboard=run.tensorboard,
+            main=self.main,
+            on_gpu=torch.cuda.is_available() and not run.cpu,
+            loss_memory=dense if loss.backend == "dense" else tiled,
+            dense_memory=dense,
+        )
+
+    def _outcome(self, metrics: dict[str, float], held_out: SourceFeatures | None) -> Outcome:
+        """The end of a finished run. Sharded towers need all processes to encode."""
+        training = None
+        if self.searches_training and (self.main or self.sharded):
+            found = self._encode(self.source, self.kept)
+            training = found if self.main else None
+        return Outcome(self.step, True, metrics, held_out, training)
 
     def train_step(self, batch: Batch) -> dict[str, float]:
-        """One global batch."""
+        """Train on one global batch.
+
+        Args:
+            batch: This process's share of it, from the loader.
+
+        Returns:
+            Loss, learning rate, scale, gradient norm, batch statistics, epoch and number of pairs.
+
+        Raises:
+            FloatingPointError: The loss or the gradient is NaN or infinite.
+        """
         optim, towers = self.config.optim, self.towers
         rate = learning_rate(optim, self.step, self.steps)
-        for group, scale in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * scale
+        for group, factor in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * factor
         self.optimizer.zero_grad()
         learned = {"scale": towers.log_scale.exp()}
         if towers.bias is not None:
             learned["bias"] = towers.bias * 1
         with self.accelerator.autocast():
-            loss = self.cache(self._chunks(batch), **learned)
+            loss, stats, norms = self.cache(self._inputs(batch), **learned)
         self.accelerator.backward(loss)
         loss = self.accelerator.reduce(loss.detach(), "mean")
         if not torch.isfinite(loss):
-            self._set_aside()
-            self._diagnose(f"the loss of step {self.step + 1} is {float(loss)}")
-        if self.step == 0 and self.objective.norms is not None:  # the loss was read just now: nothing waits for this
-            warn_not_normalized(self.config.loss.loss, self.objective.norms.tolist(), scale_of(towers))
+            # Weights that an evaluation found sound are good: then it is this batch alone.
+            if self.main and self.evaluated != self.step:
+                set_aside_diverged(self.config.run.out, self.step)
+            self.accelerator.wait_for_everyone()
+            raise self._diverged(f"the loss of step {self.step + 1} is {float(loss)}")
+        if self.step == 0 and norms is not None:  # the loss was just read from the device: no further wait
+            warn_not_normalized(self.config.loss.loss, norms.tolist(), scale_of(towers))
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = self.accelerator.clip_grad_norm_(trained, optim.clip_grad or math.inf)
-        # Of fp16, whose gradients are scaled up, accelerate leaves such a step out and lowers the factor.
+        # With fp16, accelerate skips such a step and lowers its gradient scale.
         if self.config.run.precision != "fp16" and not math.isfinite(float(norm)):
-            self._diagnose(f"the norm of the gradient of step {self.step + 1} is {float(norm)}")
+            raise self._diverged(f"the norm of the gradient of step {self.step + 1} is {float(norm)}")
         self.optimizer.step()
         clamp_scale(towers.log_scale, self.config.loss.max_scale)
         facts = {"loss": float(loss), "lr": rate, "scale": scale_of(towers), "grad_norm": float(norm)}
-        stats = self.objective.stats
         if stats is not None:
             facts |= {"top1": float(stats.row_top1), "mean_rank": float(stats.row_rank)}
         return {"epoch": batch.epoch, **facts, "pairs": self.config.run.batch}
 
-    def _chunks(self, batch: Batch) -> Iterator[tuple[Any, Any]]:
-        """The chunks of this rank as the encoders take them: of a locked side, the kept outputs of its backbone."""
+    def _inputs(self, batch: Batch) -> Iterator[tuple[Any, Any, Tensor]]:
+        """The encoder inputs and text ids of each chunk. A locked side has the kept outputs of its backbone."""
         device = self.accelerator.device
-        texts = self.objective.texts = []
         for chunk in batch.chunks:
-            texts += chunk.texts
-            sides = [
+            left, right = (
                 rows_of(self.kept[side], chunk.index, side, self.config.run.out)
                 if side in self.kept
                 else getattr(chunk, side)
                 for side in SIDES
-            ]
-            yield tuple(wrapped(to_device(x, device)) for x in sides)
+            )
+            yield *(one_argument(to_device(x, device)) for x in (left, right)), text_ids(chunk.texts)
 
-    def evaluate(self) -> tuple[dict[str, float], Encoded | None]:
-        """Retrieval on held-out data by the main process, which tells the others. Shards need all to take part."""
+    def evaluate(self) -> tuple[dict[str, float], SourceFeatures | None]:
+        """Evaluate retrieval on the held-out data.
+
+        The main process does it and tells the others. Sharded towers need all processes to encode.
+
+        Returns:
+            The metrics, and on the main process the features.
+
+        Raises:
+            FloatingPointError: Features are NaN or infinite.
+        """
         from accelerate.utils import broadcast_object_list
 
-        found: Encoded | None = None
+        found = self._encode(self.held_out) if self.main or self.sharded else None
         told: list[tuple[str, dict[str, float]]] = [("", {})]
-        if self.main or self.sharded:
-            with self.accelerator.autocast():
-                limit = self.config.data.broken_limit
-                found = encode(self.towers, self.held_out, chunk=self.config.run.chunk, broken_limit=limit)
         if self.main and found is not None:
             wrong = not_finite(found, self.towers.kinds)
             skipped: dict[str, float] = {"skipped": found.broken} if found.broken else {}
             told = [(wrong, {} if wrong else retrieval(found) | skipped)]
         wrong, metrics = broadcast_object_list(told)[0]
         if wrong:
-            self._diagnose(f"evaluation after step {self.step} found {wrong}")
+            raise self._diverged(f"evaluation after step {self.step} found {wrong}")
         self.evaluated = self.step
         return metrics, found if self.main else None
 
+    def _encode(self, source: Indexed | Stream, kept: dict[str, Tensor] | None = None) -> SourceFeatures:
+        limit = self.config.data.broken_limit
+        with self.accelerator.autocast():
+            return encode(self.towers, source, chunk=self.config.run.chunk, broken_limit=limit, kept=kept or {})
+
     def save(self) -> None:
-        """Everything that decides the next step, by the main process. Weights that are not finite are not saved."""
-        if self._agree(not all(finite(p) for p in self.towers.parameters())):  # a shard may be another rank's
-            self._diagnose(f"step {self.step} has left weights that are not finite")
-        random, positions = (gather_objects(x) for x in (checkpoint.random_state(), self.loader.state_dict()))
+        """Save a checkpoint: everything that the next step depends on. All processes call it; the main one writes.
+
+        Raises:
+            FloatingPointError: Weights are NaN or infinite. Nothing is saved then.
+        """
+        if self._any_process(not all(finite(p) for p in self.towers.parameters())):  # other ranks have other shards
+            raise self._diverged(f"step {self.step} has left weights that are not finite")
+        random, positions = (gather_objects(x) for x in (random_state(), self.loader.state_dict()))
         state = {"model": whole(self.towers.state_dict()), "optimizer": whole(self.optimizer.state_dict())}
         if self.main:
             run, known = self.config.run, not math.isinf(self.best)
@@ -289,166 +448,23 @@ class Trainer:
             checkpoint.keep(run.out, last=run.keep)
         self.accelerator.wait_for_everyone()
 
-    def _take_up(self) -> Path | None:
-        """The checkpoint to go on from, found by the main process when it has the folder to itself.
-
-        What it refuses is refused by all: nobody waits for it.
-        """
-        from accelerate.utils import broadcast_object_list
-
-        told: list[Any] = [None, None]
-        if self.main:
-            run = self.config.run
-            try:
-                run.out.mkdir(parents=True, exist_ok=True)
-                self.claim = claim(run.out)
-                checkpoint.check_best(run.out)
-                told[0] = find_checkpoint(run.resume, run.out)
-            except (ValueError, OSError) as error:
-                told[1] = error
-        found, refusal = broadcast_object_list(told)
-        if refusal is not None:
-            raise refusal
-        return found  # type: ignore[no-any-return]  # what was told
-
-    def _restore(self, folder: Path) -> None:
-        state, facts = checkpoint.load(folder)
-        check_recipe(facts, run_of(folder))
-        check_options(facts["config"], self.config)
-        load_model(self.towers, state["model"])
-        checkpoint.load_optimizer(self.optimizer, shared_out(state["optimizer"], self.optimizer))
-        self.loader.load_state_dict(facts["loader"])
-        self.step = facts["step"]
-        out = self.config.run.out
-        # The best of another run is not in this one: a branch looks for its own.
-        best = checkpoint.best(out) if run_of(folder).resolve() == out.resolve() else None
-        if best is not None and facts["best"] is not None and math.isfinite(facts["best"]):
-            self.best, self.best_step = facts["best"], checkpoint.step_of(best) or 0
-        if self.main:
-            checkpoint.keep(out, last=self.config.run.keep)  # a kill may have come before
-        rank = self.accelerator.process_index
-        if rank < len(state["random"]):
-            checkpoint.set_random_state(state["random"][rank])
-
-    def _steps_of(self, epochs: float) -> int:
-        if self.loader.steps_per_epoch is None:
-            remedy = "Pass --steps: shards and streams do not know their length."
-            bad_value("steps", expected="a number of steps", got="epochs", remedy=remedy)
-        return max(1, round(epochs * self.loader.steps_per_epoch))
-
-    def _encoders(self) -> tuple[nn.Module, nn.Module]:
-        """What a step runs: towers or what a lock leaves of them, under FSDP or DDP if there are several processes."""
-        wrapped: dict[int, nn.Module] = {}
-
-        def wrap(tower: Tower) -> nn.Module:
-            if id(tower) not in wrapped:
-                module: nn.Module = LockedTowerHead(tower) if tower.locked and self._keeps(tower) else tower
-                shards = self.sharded and module is tower  # a head is small: it stays whole
-                if shards:
-                    shard(tower, self.accelerator.device)
-                if self.config.towers.compile:
-                    module = torch.compile(module)  # type: ignore[assignment]
-                if not shards and any(p.requires_grad for p in module.parameters()):
-                    module = self.accelerator.prepare_model(module)
-                wrapped[id(tower)] = module
-            return wrapped[id(tower)]
-
-        return wrap(self.towers.left), wrap(self.towers.right)
-
-    def _keeps(self, tower: Tower) -> bool:
-        return any(self.kept.get(side) is not None and getattr(self.towers, side) is tower for side in self.kept)
-
-    def _agree(self, stop: bool) -> bool:
-        """Whether any process has to stop: all must leave the loop at the same step."""
+    def _any_process(self, flag: bool) -> bool:
+        """Whether the flag is set on any process: all must leave the loop at the same step."""
         if self.accelerator.num_processes == 1:
-            return stop
-        flag = torch.tensor(float(stop), device=self.accelerator.device)
-        return bool(self.accelerator.reduce(flag, "sum") > 0)
+            return flag
+        total = torch.tensor(float(flag), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(total, "sum") > 0)
 
-    def _set_aside(self) -> None:
-        """A checkpoint of the present weights, which give no finite loss, is none to go on from: it loses its name.
-
-        Not so if an evaluation has found them in order: then it is this batch alone.
-        """
-        folder = self.config.run.out / "checkpoints" / checkpoint.step_name(self.step)
-        best = self.config.run.out / "best"
-        if self.main and folder.is_dir() and self.evaluated != self.step and best.resolve() != folder.resolve():
-            aside = folder.with_name(f"diverged-{folder.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            folder.rename(aside)
-        self.accelerator.wait_for_everyone()
-
-    def _diagnose(self, what: str) -> NoReturn:
-        """Stop, and tell what was not finite. Checkpoints stay as they are: the run goes on from the last one."""
-        named = list(self.towers.named_parameters())
-        weights = [name for name, p in named if not finite(p)]
-        grads = [name for name, p in named if p.grad is not None and not finite(p.grad)]
-        last = checkpoint.latest(self.config.run.out)
-        facts = [
-            f"weights that are not finite: {', '.join(weights[:5]) or 'none'}",
-            f"gradients that are not finite: {', '.join(grads[:5]) or 'none'}",
-            f"scale {scale_of(self.towers):.4g}, learning rate {self.optimizer.param_groups[0]['lr']:.3g}",
-            f"last checkpoint: {last or 'none'}",
-        ]
-        remedy = (
-            "Lower the learning rate, lengthen the warm-up, clip gradients (--clip-grad 1), or use --precision bf16 "
-            "instead of fp16, then resume from the last checkpoint."
-        )
-        if last is not None and last.name == checkpoint.step_name(self.step) and self.resumed is not None:
-            remedy += f" If that comes at once again, remove {last} to resume from the one before it."
-        raise FloatingPointError(f"{what}: expected finite numbers. {'; '.join(facts)}. {remedy}")
-
-
-def check_sharding(config: TrainConfig, world: int) -> None:
-    """What FSDP wants: every process runs as many chunks as the others, and weights are optimised one by one."""
-    run, optimizer = config.run, config.optim.optimizer
-    if run.batch % world:
-        remedy = "Every process runs as many chunks as the others."
-        bad_value("batch", expected=f"a multiple of the {world} processes with --fsdp", got=run.batch, remedy=remedy)
-    if run.precision == "fp16":
-        remedy = "bf16 needs no scaled gradients."
-        bad_value("precision", expected="fp32 or bf16 with --fsdp", got="fp16", remedy=remedy)
-    if optimizer.lower().endswith("adafactor"):
-        remedy = "adamw has such steps; this one takes means over rows and columns."
-        bad_value("optimizer", expected="steps that shards can do with --fsdp", got=optimizer, remedy=remedy)
-
-
-def fitted(config: TrainConfig, source: Source, world: int) -> TrainConfig:
-    """The config with a batch that the data can fill: at most all its pairs, equally many for each process."""
-    if not isinstance(source, Indexed) or config.run.batch <= len(source):
-        return config
-    batch = len(source) // world * world or len(source)
-    return replace(config, run=replace(config.run, batch=batch))
-
-
-def finite(x: Tensor) -> bool:
-    return bool(torch.isfinite(x.full_tensor() if is_shard(x) else x).all())  # type: ignore[attr-defined]  # of shards
+    def _diverged(self, what: str) -> FloatingPointError:
+        lr, resumed = self.optimizer.param_groups[0]["lr"], self.resumed is not None
+        return diverged(what, self.towers, self.config.run.out, step=self.step, lr=lr, resumed=resumed)
 
 
 def scale_of(towers: Towers) -> float:
+    """The learned scale as a number."""
     return towers.log_scale.detach().exp().item()
 
 
-def wrapped(inputs: Any) -> Any:
-    """A dictionary of tokens is one argument of a tower, not its keywords."""
+def one_argument(inputs: Any) -> Any:
+    """Wrap a dictionary of tokens: it is one argument of a tower, not its keywords."""
     return (inputs,) if isinstance(inputs, dict) else inputs
-
-
-def check_kinds(source: Source, kinds: tuple[str, str]) -> None:
-    if tuple(source.kinds) != kinds:
-        remedy = "Choose towers for this data: `st:` for text pairs, the others for image-text pairs."
-        bad_value(
-            "towers", expected=f"encoders of {' and '.join(source.kinds)}", got=" and ".join(kinds), remedy=remedy
-        )
-
-
-def texts_of(source: Source, limit: int = 200_000) -> Iterator[str]:
-    """Texts to train a tokenizer on."""
-    return islice(source.texts(), limit)
-
-
-def gather_objects(mine: Any) -> list[Any]:
-    """Everybody's, in the order of ranks."""
-    from accelerate.utils import gather_object
-
-    return list(gather_object([mine]))

@@ -1,10 +1,10 @@
-"""The optimiser by name, its parameter groups, and the learning rate as a function of the step.
+"""Optimisers by name, parameter groups, and the learning rate of each step.
 
     optimizer = make_optimizer(towers, OptimConfig(optimizer="adamw", lr=1e-3))
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(config, step, steps) * group.get("lr_scale", 1)
 
-A rate that depends on nothing but the step needs no state: a resumed run has it.
+The rate depends on the step alone, so a resumed run needs no scheduler state.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from contratile.packages import find_spec_safely, why_not
 
 Schedule = Literal["cosine", "constant"]
 SCRATCH, PRETRAINED = 1e-3, 2e-5
-"""Learning rates of what starts from random weights and of backbones that were trained before."""
+"""Default learning rates of random weights and of pretrained backbones."""
 
 MAX_SCALE = 100.0
-"""The largest factor on the cosines that CLIP lets its model learn."""
+"""Largest scale that CLIP lets its model learn."""
 
-# They want a closure, or sparse gradients.
+# They need a closure or sparse gradients.
 _UNFIT = ("LBFGS", "SparseAdam")
 
 
@@ -40,37 +40,37 @@ class OptimConfig:
     """The optimiser and its schedule."""
 
     optimizer: str = "adamw"
-    """A class of torch.optim in any case (adamw, sgd, adagrad ...), or timm:<name> (timm:lion, timm:lamb ...)."""
+    """A class of torch.optim, case ignored (adamw, sgd, adagrad ...), or timm:<name> (timm:lion, timm:lamb ...)."""
 
     lr: float | None = None
-    """Learning rate after the warm-up, of all that is trained; none: 1e-3, and 2e-5 for pretrained backbones."""
+    """Learning rate after the warm-up, for everything. Not given: 1e-3, and 2e-5 for pretrained backbones."""
 
     backbone_lr: float | None = None
-    """Learning rate of pretrained backbones, if it is not that of the rest."""
+    """Learning rate of pretrained backbones, if different from lr."""
 
     weight_decay: float = 0.1
-    """Of matrices; gains, biases and the scale have none."""
+    """Weight decay of matrices; gains, biases and the scale have none."""
 
     betas: tuple[float, float] | None = None
-    """Decay of the running averages, where the optimiser has them; None: its own default."""
+    """Decay rates of the running averages; None: the optimiser's default."""
 
     eps: float | None = None
-    """Added to the denominator, where the optimiser has one; None: its own default."""
+    """Term added to the denominator; None: the optimiser's default."""
 
     momentum: float | None = None
-    """Where the optimiser has one; None: its own default."""
+    """Momentum; None: the optimiser's default."""
 
     schedule: Schedule = "cosine"
-    """cosine: down to `min_lr` at the last step; constant."""
+    """cosine: falls to `min_lr` at the last step; constant: stays at lr."""
 
     warmup: int = 0
-    """Steps over which the rate rises in a line."""
+    """Steps of linear warm-up."""
 
     min_lr: float = 0.0
-    """Where the cosine ends."""
+    """Learning rate at the end of the cosine."""
 
     clip_grad: float = 1.0
-    """Largest norm of the gradient of all parameters together; 0: no clipping."""
+    """Largest norm of the whole gradient; 0: no clipping."""
 
     def __post_init__(self) -> None:
         check_choice("schedule", self.schedule, ("cosine", "constant"))
@@ -80,34 +80,43 @@ class OptimConfig:
             if value is not None and not (0 <= value < math.inf):
                 bad_value(name, expected="a finite number, 0 or more", got=value, remedy="Check its sign.")
         if self.backbone_lr and self.lr == 0:
-            remedy = "To train nothing but the backbones, give both the rate of the backbones."
-            bad_value("lr", expected="more than 0 beside a backbone_lr", got=self.lr, remedy=remedy)
+            remedy = "To train nothing but the backbones, set both to the rate of the backbones."
+            bad_value("lr", expected="more than 0 with a backbone_lr", got=self.lr, remedy=remedy)
         if self.min_lr > self.rate:
             remedy = "The cosine falls from lr to min_lr."
             bad_value("min_lr", expected=f"at most lr = {self.rate}", got=self.min_lr, remedy=remedy)
 
     @property
     def rate(self) -> float:
-        """The learning rate of what is trained from scratch."""
+        """Learning rate of everything that is trained from scratch."""
         return SCRATCH if self.lr is None else self.lr
 
 
 def resolved(config: OptimConfig, model: nn.Module, before: OptimConfig | None = None) -> OptimConfig:
-    """The config with the rates that it leaves open: those of the run that goes on (`before`), else as the towers need.
+    """Fill in the learning rates that were not given.
 
-    What starts from scratch (towers, heads, the scale) learns at 1e-3. The same rate would destroy in a few steps what
-    a pretrained backbone has learned: it gets 2e-5. One rate that is given is that of everything.
+    They are those of the run that is resumed. In a new run everything that starts from scratch (towers, heads, the
+    scale) gets 1e-3 and pretrained backbones 2e-5, since 1e-3 would destroy them within a few steps. If `lr` alone is
+    given, it applies to everything.
+
+    Args:
+        config: The options.
+        model: The towers.
+        before: The options of the run that is resumed.
+
+    Raises:
+        ValueError: `backbone_lr` is given, but there is no pretrained backbone to train, or the resumed run had none.
     """
     lr, backbone = config.lr, config.backbone_lr
     trained = any(pretrained_parameters(model))
     if backbone is not None and not trained:
-        remedy = "Drop it: nothing that was trained before is trained here."
+        remedy = "Drop it: no pretrained backbone is trained here."
         bad_value("backbone_lr", expected="a pretrained backbone that is not locked", got=backbone, remedy=remedy)
     if before is not None and (before.backbone_lr is None) != (backbone is None):
         if backbone is not None:
             remedy = "Pass --lr alone, or start a new run with another --out."
-            bad_value("backbone_lr", expected="none, as in the run that goes on", got=backbone, remedy=remedy)
-        # Groups of parameters stay as they are in the checkpoint; one rate is then given to both.
+            bad_value("backbone_lr", expected="none, as in the run that is resumed", got=backbone, remedy=remedy)
+        # Parameter groups stay as in the checkpoint; a single rate then applies to both.
         backbone = before.backbone_lr if lr is None else lr
     elif before is None and lr is None and backbone is None and trained:
         backbone = PRETRAINED
@@ -117,7 +126,7 @@ def resolved(config: OptimConfig, model: nn.Module, before: OptimConfig | None =
 
 
 def pretrained_parameters(model: nn.Module) -> Iterator[str]:
-    """The names of the trainable parameters of pretrained backbones."""
+    """Names of the trainable parameters of pretrained backbones."""
     for prefix, module in model.named_modules():
         if getattr(module, "pretrained", False) is True and isinstance(getattr(module, "backbone", None), nn.Module):
             for name, parameter in module.backbone.named_parameters(prefix=f"{prefix}.backbone".lstrip(".")):
@@ -126,7 +135,13 @@ def pretrained_parameters(model: nn.Module) -> Iterator[str]:
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
-    """The rate of step `step` (from 0) of `steps`; as open_clip's cosine_lr and const_lr."""
+    """The learning rate of a step, as in open_clip's cosine_lr and const_lr.
+
+    Args:
+        config: Rate, warm-up and schedule.
+        step: The step, from 0.
+        steps: Steps of the whole run.
+    """
     if step < config.warmup:
         return config.rate * (step + 1) / config.warmup
     if config.schedule == "constant":
@@ -137,12 +152,12 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay is for this parameter: open_clip's rule. Gains, biases and the scale go without."""
+    """Whether weight decay applies to a parameter, by open_clip's rule: not to gains, biases and the scale."""
     return parameter.ndim >= 2 and not any(part in name for part in ("bn", "ln", "bias", "logit_scale"))
 
 
 def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Parameters without weight decay, then those with it; frozen ones are left out, and groups without any."""
+    """Parameter groups without and with weight decay. Frozen parameters and empty groups are left out."""
     without: list[nn.Parameter] = []
     with_decay: list[nn.Parameter] = []
     for name, parameter in named:
@@ -153,7 +168,7 @@ def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: fl
 
 
 def groups_of(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
-    """The groups of a model; with a rate of their own, pretrained backbones have groups with `lr_scale` beside `lr`."""
+    """Parameter groups of a model. With `backbone_lr`, pretrained backbones get groups with an `lr_scale`."""
     named = list(model.named_parameters())
     if config.backbone_lr is None:
         return parameter_groups(named, config.weight_decay)
@@ -165,7 +180,11 @@ def groups_of(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
-    """The optimiser that `config` names, for the trainable parameters of a model."""
+    """Make the configured optimiser for the trainable parameters of a model.
+
+    Raises:
+        ValueError: The optimiser is unknown, does not take an option, or there is nothing to train.
+    """
     groups = groups_of(model, config)
     if not groups:
         remedy = "Unlock a tower or give it a head."
@@ -177,13 +196,25 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
     try:
         return make(name, groups, lr=config.rate, weight_decay=config.weight_decay, **asked)
     except (TypeError, ValueError, AssertionError) as error:
-        # The optimiser's own word about an option it has not, or a parameter it cannot train.
+        # Pass on what the optimiser says about an option or a parameter that it does not support.
         raise ValueError(f"optimizer {config.optimizer}: {error}") from error
+
+
+def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """`optimizer.load_state_dict` without its rounding of fp32 state to the dtype of 16-bit parameters."""
+    optimizer.load_state_dict(state)
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for name, parameter in zip(names, parameters, strict=True):
+        for key, value in state["state"].get(name, {}).items():
+            kept = optimizer.state[parameter]
+            if isinstance(value, torch.Tensor) and kept[key].dtype != value.dtype:
+                kept[key] = value.to(kept[key].device, copy=True)
 
 
 @torch.no_grad()
 def clamp_scale(log_scale: torch.Tensor, most: float = MAX_SCALE) -> None:
-    """Keep a learned scale, given as its logarithm, between 1 and `most`, as open_clip does."""
+    """Clamp a learned scale, given as its logarithm, between 1 and `most`, as open_clip does."""
     log_scale.clamp_(0, math.log(most))
 
 
@@ -208,7 +239,7 @@ def _of_torch(name: str, groups: list[dict[str, Any]], **options: Any) -> Optimi
 def _of_timm(name: str, groups: list[dict[str, Any]], **options: Any) -> Optimizer:
     try:
         optim: Any = importlib.import_module("timm.optim")
-    except Exception as error:  # also packages that timm imports and that are broken
+    except Exception as error:  # also errors of packages that timm imports
         reason = why_not("timm", error) if find_spec_safely("timm") else "pip install timm."
         raise ValueError(f"timm is needed. {reason} Or name one of torch.optim.") from error
     _check_known(name, optim.list_optimizers())

@@ -1,6 +1,6 @@
-"""Where a run goes on: the checkpoint, and whether it belongs to the options that were given.
+"""Which checkpoint a run resumes from, and whether it fits the options.
 
-folder = find_checkpoint("auto", run)           # its newest, None if there is none
+folder = find_checkpoint("auto", run)           # the newest one, None if there is none
 state, facts = checkpoint.load(folder)
 check_options(facts["config"], config)
 """
@@ -14,18 +14,51 @@ from typing import Any
 
 from contratile.errors import bad_value
 from contratile.train import checkpoint
-from contratile.train.config import TrainConfig, to_dict
-from contratile.train.places import located_towers
+from contratile.train.claim import Claim, claim
+from contratile.train.config import RunConfig, TrainConfig, to_dict
+from contratile.train.paths import absolute_towers
 
-# Options of the towers that change neither the weights nor what they mean.
+# Options of the towers that do not affect the weights of a checkpoint.
 _FREE = ("checkpointing", "compile", "init_scale", "init_bias")
 
 
-def find_checkpoint(resume: str, run: Path) -> Path | None:
-    """The checkpoint to go on from, every byte of which has been checked. One process of a run may call it.
+def claim_and_find_checkpoint(run: RunConfig, main: bool) -> tuple[Path | None, Claim | None]:
+    """Claim the run's folder and find the checkpoint to resume from. Collective; the main process does the work.
 
-    auto: the newest that is sound; newer ones that are damaged are set aside, with a warning. A checkpoint that is
-    named is the newest of `run`, or begins a new run there.
+    Its errors are raised on all processes, so that none waits for the others.
+
+    Returns:
+        The checkpoint, None for a new run; and on the main process the claim, to be kept as long as the run lives.
+    """
+    from accelerate.utils import broadcast_object_list
+
+    held: Claim | None = None
+    told: list[Any] = [None, None]
+    if main:
+        try:
+            run.out.mkdir(parents=True, exist_ok=True)
+            held = claim(run.out)
+            checkpoint.check_best(run.out)
+            told = [find_checkpoint(run.resume, run.out), None]
+        except (ValueError, OSError) as error:
+            told = [None, error]
+    found, refusal = broadcast_object_list(told)
+    if refusal is not None:
+        raise refusal
+    return found, held
+
+
+def find_checkpoint(resume: str, run: Path) -> Path | None:
+    """Find the checkpoint to resume from and verify its checksums. Only one process of a run may call it.
+
+    Args:
+        resume: "auto": the newest intact checkpoint of `run`; newer damaged ones are renamed, with a warning. "never":
+            none, and `run` must not have any. Otherwise the folder of a checkpoint, which must be the newest of `run`
+            or start a new run there.
+        run: Folder of the run.
+
+    Returns:
+        The checkpoint's folder; None for a new run.
 
     Raises:
         ValueError: There is no such checkpoint, it is damaged, or it must not be used in `run`.
@@ -44,7 +77,7 @@ def find_checkpoint(resume: str, run: Path) -> Path | None:
         remedy = "They are RUN/checkpoints/step-... and RUN/best."
         bad_value("resume", expected=expected, got=resume, remedy=remedy)
     if found and found[-1].resolve() != folder:
-        # Its newer checkpoints would be found again by the next `auto`, and mixed with those of this run.
+        # The next `auto` would find the newer checkpoints and mix both runs.
         remedy = "Pass --resume auto to continue from there, or another --out to start a new run from your checkpoint."
         bad_value("resume", expected=f"{found[-1]}, the newest in --out", got=folder, remedy=remedy)
     checkpoint.verify(folder)
@@ -61,22 +94,27 @@ def _newest_sound(found: list[Path]) -> Path | None:
             continue
         for bad, fault in damaged:
             aside = checkpoint.set_aside(bad)
-            told = f"It is damaged: it was set aside as {aside.name}, and the run goes on from {folder.name}."
+            told = f"It is damaged and was set aside as {aside.name}; resuming from {folder.name}."
             warnings.warn(f"{fault}. {told}", stacklevel=3)
         return folder
     if damaged:
-        remedy = f"Restore one of them from a copy, or remove {found[0].parent} to start anew."
+        remedy = f"Restore one of them from a copy, or remove {found[0].parent} to start again."
         bad_value("resume", expected="a checkpoint that is not damaged", got=damaged[0][1], remedy=remedy)
     return None
 
 
 def run_of(folder: Path) -> Path:
-    """The run that a checkpoint belongs to, with the tokenizer of its towers."""
+    """The folder of the run that a checkpoint belongs to."""
     return folder.parent.parent
 
 
 def check_options(saved: Mapping[str, Mapping[str, Any]], config: TrainConfig) -> None:
-    """Refuse options with which the weights and the optimiser of a checkpoint could not be used."""
+    """Refuse options that do not fit the weights and the optimiser of a checkpoint.
+
+    Args:
+        saved: The options in the checkpoint, by section.
+        config: The options of this run.
+    """
     for name, before, now in _must_agree(saved, to_dict(config)):
         if before != now:
             remedy = (
@@ -86,13 +124,13 @@ def check_options(saved: Mapping[str, Mapping[str, Any]], config: TrainConfig) -
 
 
 def _must_agree(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(option, its value in the checkpoint, its value now)"""
+    """Yield (option, value in the checkpoint, value now) for options that must be equal."""
     for name, before in saved["towers"].items():
         if name == "towers":
-            yield name, located_towers(before), located_towers(now["towers"][name])
+            yield name, absolute_towers(before), absolute_towers(now["towers"][name])
         elif name not in _FREE:
             yield name, before, now["towers"].get(name)
     yield "optimizer", saved["optim"]["optimizer"], now["optim"]["optimizer"]
     before, after = saved["loss"]["loss"], now["loss"]["loss"]
-    if "siglip" in (before, after):  # it alone has a bias to learn
+    if "siglip" in (before, after):  # only siglip has a learned bias
         yield "loss", before, after

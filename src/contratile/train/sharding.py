@@ -1,14 +1,14 @@
-"""Towers whose weights, gradients and optimiser state are shared out over the processes: FSDP2.
+"""FSDP2: weights, gradients and optimiser state sharded over the processes.
 
-    shard(tower, device)                             # in place; a layer is whole only while it computes
-    optimizer = without_foreach(...)                 # made of the shards
-    state = whole(towers.state_dict())               # collective; plain tensors, on the main process
+    shard(tower, device)                             # in place; a layer is gathered only while it computes
+    optimizer = without_foreach(...)                 # built on the shards
+    state = whole(towers.state_dict())               # collective; full tensors on the main process
     load_model(towers, state)
 
-Checkpoints hold whole tensors, so a sharded run is resumed unsharded and the other way round.
+Checkpoints hold full tensors, so a sharded run can be resumed unsharded and the other way round.
 
-accelerate's own way to FSDP2 takes one model, and no CPU, so torch's `fully_shard` is called here. A wish for FSDP that
-comes from `accelerate config` is heard.
+accelerate's own FSDP2 support takes a single model and no CPU, so this module calls torch's `fully_shard` itself. FSDP
+requested through `accelerate config` is honoured.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 FROM_ACCELERATE = "ACCELERATE_USE_FSDP"
-"""What `accelerate launch --use_fsdp` sets."""
+"""Environment variable that `accelerate launch --use_fsdp` sets."""
 
 
-def asked_of_accelerate() -> bool:
+def requested_by_accelerate() -> bool:
+    """Whether FSDP was requested through `accelerate launch` or `accelerate config`."""
     return os.environ.get(FROM_ACCELERATE, "false").lower() == "true"
 
 
 def shard(tower: nn.Module, device: torch.device) -> None:
-    """Share a tower out over all processes, each of its layers by itself, beginning with the main process's weights."""
+    """Shard a tower over all processes, layer by layer, starting from the main process's weights."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -42,7 +43,7 @@ def shard(tower: nn.Module, device: torch.device) -> None:
 
 
 def layers(tower: nn.Module) -> list[nn.Module]:
-    """What a tower is a stack of, inner ones first: the members of lists of modules of one kind."""
+    """The layers to shard separately, inner ones first: members of ModuleLists and Sequentials of a single type."""
     found: dict[nn.Module, None] = {}
     for stack in reversed(list(tower.modules())):
         parts = list(stack.children())
@@ -52,7 +53,7 @@ def layers(tower: nn.Module) -> list[nn.Module]:
 
 
 def without_foreach(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """One parameter after the other: torch's steps for many at once want no shards among plain tensors."""
+    """Update parameters one by one: torch's foreach steps cannot mix shards and plain tensors."""
     for group in optimizer.param_groups:
         if "foreach" in group:
             group["foreach"] = False
@@ -60,13 +61,14 @@ def without_foreach(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def is_shard(x: object) -> bool:
+    """Whether a tensor is one process's shard of a larger one."""
     return hasattr(x, "full_tensor")
 
 
 def whole(tree: Any) -> Any:
-    """The same nesting of dicts and lists with plain tensors for shards. Collective; only the main process keeps them.
+    """Gather all shards in a nesting of dicts and lists. Collective; the result is complete on the main process only.
 
-    One tensor at a time is whole on every process.
+    Processes hold at most one full tensor at a time besides those that the main process keeps.
     """
     if isinstance(tree, dict):
         return {key: whole(value) for key, value in tree.items()}
@@ -79,13 +81,13 @@ def whole(tree: Any) -> Any:
 
 
 def load_model(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """As `model.load_state_dict`, of whole tensors."""
+    """`model.load_state_dict` for full tensors, whether the model is sharded or not."""
     mine = model.state_dict()
     model.load_state_dict({name: _like(mine.get(name), value) for name, value in state.items()})
 
 
-def shared_out(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of an optimiser, of whole tensors, as its parameters are shared out and its steps are made now."""
+def sharded_like(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Shard an optimiser state of full tensors the way the optimiser's parameters are sharded."""
     names = [name for group in state["param_groups"] for name in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     of = dict(zip(names, parameters, strict=True))
@@ -98,7 +100,7 @@ def shared_out(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[
 
 
 def _like(mine: Any, value: Any) -> Any:
-    """A whole tensor, shared out as one of ours is; sums over some dimensions of it are kept whole on each process."""
+    """Shard a full tensor like one of ours; tensors of another shape (row or column sums) are replicated."""
     if not is_shard(mine) or not isinstance(value, Tensor) or value.dim() == 0:
         return value
     from torch.distributed.tensor import Replicate, distribute_tensor

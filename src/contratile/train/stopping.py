@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop.
+"""Stop a run gracefully on SIGTERM and Ctrl-C.
 
 with signals() as received:
     while not received:
@@ -16,9 +16,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def signals() -> Iterator[list[int]]:
-    """SIGTERM and Ctrl-C become entries of a list: the step under way is finished. A second Ctrl-C interrupts.
+    """Collect SIGTERM and SIGINT in a list, so that the current step can finish. A second Ctrl-C interrupts.
 
-    Under torchrun the third does: the first may come twice, from the terminal and from torchrun, which passes it on.
+    Under torchrun the third one does, because the first may arrive twice: from the terminal and from torchrun.
     """
     received: list[int] = []
     patience = 2 if "TORCHELASTIC_RUN_ID" in os.environ else 1

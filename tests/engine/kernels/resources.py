@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from contratile.engine.backends.triton_configs import TABLE
-from contratile.engine.backends.triton_tiles import Launch, sample_launches
+from contratile.engine.backends.triton_tiles import Launch
 from tests.engine.kernels.ahead_of_time import SHARED_LIMIT, TARGETS, Report, Target, name_of, report
+from tests.engine.kernels.samples import sample_launches
 
 OUT = Path(__file__).parents[3] / "benchmarks" / "results" / "kernels.md"
 D = 512

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from contratile.engine.backends.triton_configs import TABLE
-from contratile.engine.backends.triton_tiles import RULES, sample_launches
 from tests.engine.kernels import resources
 from tests.engine.kernels.ahead_of_time import TARGETS, Report, Target, name_of, report
+from tests.engine.kernels.samples import RULES, sample_launches
 
 MMA: dict[Target, str] = {
     **dict.fromkeys((80, 86, 89, 120), "mma.sync"),

@@ -20,6 +20,7 @@ from contratile.engine.backends import registry, torch_tiles, triton_configs, tr
 from contratile.engine.backends.precision import library_products, resolve
 from contratile.engine.backends.triton_configs import TABLE, config_for, cut_backward, cut_forward, kind_of, known_arch
 from contratile.engine.spec import Inputs, Spec
+from tests.engine.kernels.samples import RULES, sample_launches
 from tests.helpers import features, run
 
 GPU = torch.device("cuda", 0)
@@ -269,7 +270,7 @@ def test_cuts_cover_everything_in_a_bounded_workspace(n: int, m: int) -> None:
 
 def test_sample_launches_name_every_argument() -> None:
     for arch in TABLE:
-        for rule in triton_tiles.RULES:
-            for launch in triton_tiles.sample_launches(arch, 96, torch.bfloat16, rule=rule):
+        for rule in RULES:
+            for launch in sample_launches(arch, 96, torch.bfloat16, rule=rule):
                 assert [p.name for p in launch.kernel.params if p.name not in launch.arguments] == []
                 assert len(launch.arguments) == len(launch.kernel.params)

@@ -10,8 +10,8 @@ from contextlib import nullcontext
 import torch
 
 from contratile import reference
-from contratile.engine.backends.block import accumulation_dtype
 from contratile.engine.spec import Inputs, PairStats, SideStats, Spec
+from contratile.engine.stats import accumulation_dtype
 
 
 def pair_stats(x: Inputs, spec: Spec) -> PairStats:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from contratile.engine.backends import torch_tiles
-from contratile.engine.backends.block import Given, Gradients, KernelError, Levels, Scores, SideParts, Tiles
+from contratile.engine.backends.block import Given, Gradients, KernelError, Scores, Tiles
 from contratile.engine.spec import Inputs, Spec
+from contratile.engine.stats import SideParts
 from contratile.errors import bad_value
 
 TRITON = (3, 7)
@@ -115,15 +116,15 @@ class KernelsOrTorch:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def forward(self, scores: Scores, spec: Spec, levels: Levels, pos: Tensor | None) -> tuple[SideParts, SideParts]:
+    def forward(self, scores: Scores, spec: Spec, pos: Tensor | None) -> tuple[SideParts, SideParts]:
         if self.device not in _failed:
             from contratile.engine.backends import triton_tiles
 
             try:
-                return triton_tiles.forward(scores, spec, levels, pos)
+                return triton_tiles.forward(scores, spec, pos)
             except KernelError as error:
                 self._give_up(error)
-        return torch_tiles.forward(scores, spec, levels, pos)
+        return torch_tiles.forward(scores, spec, pos)
 
     def backward(self, scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
         if self.device not in _failed:

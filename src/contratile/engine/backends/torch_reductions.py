@@ -17,10 +17,9 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from contratile.engine.backends.block import SideParts
 from contratile.engine.plan import Tile
 from contratile.engine.rule import PairRule
-from contratile.engine.stats import Stats, lowest, part, take
+from contratile.engine.stats import SideParts, Stats, lowest, part, take
 
 
 class Reader(Protocol):

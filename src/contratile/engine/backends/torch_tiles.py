@@ -11,19 +11,12 @@ buffers, which also keeps autocast from rounding them.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from contratile.engine.backends.block import (
-    Given,
-    Gradients,
-    Levels,
-    Scores,
-    SideGrad,
-    SideParts,
-    accumulation_dtype,
-    as_tile,
-)
+from contratile.engine.backends.block import Given, Gradients, Scores, SideGrad
 from contratile.engine.backends.torch_reductions import (
     Beaten,
     Direction,
@@ -39,29 +32,29 @@ from contratile.engine.backends.torch_reductions import (
 from contratile.engine.plan import Tile, TilePlan
 from contratile.engine.rule import PairRule
 from contratile.engine.spec import Spec
-from contratile.engine.stats import lowest, part
+from contratile.engine.stats import SideParts, accumulation_dtype, lowest, part
 
 
-def forward(scores: Scores, spec: Spec, levels: Levels, pos: Tensor | None) -> tuple[SideParts, SideParts]:
+def forward(scores: Scores, spec: Spec, pos: Tensor | None) -> tuple[SideParts, SideParts]:
     """Compute every tile and let the readers reduce it; write each row's positive score to `pos`."""
     plan, rule = scores.plan, scores.rule
-    reader, ranks = _reader(scores, spec, levels), _rank_reader(spec, levels)
+    reader, ranks = _reader(scores, spec), _rank_reader(scores, spec)
     ws = Workspace(plan, scores.q, scores.key, tiles=2)
     for block, tiles in plan.blocks():
         q_RD = ws.query(scores.q, block, scores.query_factor)
         for tile in tiles:
-            s_RC, spare_RC = scores.cached(tile), ws.tile(1, tile)
+            s_RC, spare_RC = _cached(scores, tile), ws.tile(1, tile)
             s_RC = ws.tile(0, tile) if s_RC is None else s_RC
-            scores.products(q_RD, ws.key(scores.key, tile.cols), tile, s_RC, spare_RC)
+            products(scores, q_RD, ws.key(scores.key, tile.cols), tile, s_RC, spare_RC)
             if not spec.compares:
-                scores.score_(s_RC)
+                score_(scores, s_RC)
                 if pos is not None:
                     _read_positives(s_RC, tile, rule, pos)
             rule.exclude_(s_RC, tile)
             if ranks is not None:
                 ranks.read(s_RC, spare_RC, tile)
             if spec.compares and not spec.filters:
-                scores.score_(s_RC)
+                score_(scores, s_RC)
             reader.read(s_RC, spare_RC, tile)
     rows, cols = reader.parts()
     if ranks is None:
@@ -73,21 +66,53 @@ def forward(scores: Scores, spec: Spec, levels: Levels, pos: Tensor | None) -> t
     )
 
 
-def _reader(scores: Scores, spec: Spec, levels: Levels) -> Reader:
+def products(scores: Scores, q_RD: Tensor, k_CD: Tensor, tile: Tile, out: Tensor, spare: Tensor) -> Tensor:
+    """The products of a tile. On the diagonal of symmetric scores they are made symmetric to the last bit."""
+    if scores.plan.flipped:
+        torch.mm(k_CD, q_RD.t(), out=out.t())
+    else:
+        torch.mm(q_RD, k_CD.t(), out=out)
+    if scores.k is None and tile.rows == tile.cols:
+        torch.maximum(out, spare.copy_(out.t()), out=out)  # <a, b> and <b, a> may round differently
+    return out
+
+
+def score_(scores: Scores, x_RC: Tensor, *, bias: bool = True) -> Tensor:
+    """Turn products into scores, in place."""
+    if not scores.folded:
+        x_RC.mul_(scores.alpha.abs())
+    return x_RC if scores.bias is None or not bias else x_RC.add_(scores.bias)
+
+
+def _cached(scores: Scores, tile: Tile) -> Tensor | None:
+    """The place of a tile in the cache, if it has one."""
+    room = scores.cache.shape[0]
+    return as_tile(scores.cache[tile.offset : tile.end], tile, scores.plan) if tile.end <= room else None
+
+
+def as_tile(memory: Tensor, tile: Tile, plan: TilePlan) -> Tensor:
+    """Memory of a tile's size as the tile [R, C]."""
+    rows, cols = tile.shape
+    return memory.view(cols, rows).t() if plan.flipped else memory.view(rows, cols)
+
+
+def _reader(scores: Scores, spec: Spec) -> Reader:
     n, m, alpha, rule = scores.plan.n, scores.plan.m, scores.alpha, scores.rule
     if spec.reduce == "softplus":
         return SoftplusReader(rule, alpha.new_zeros(n), alpha.new_zeros(m) if spec.cols else None)
-    row = Sums(n, alpha, _limit(levels.row, spec)) if spec.rows else None
-    col = Sums(m, alpha, _limit(levels.col, spec)) if spec.cols else None
-    return LseReader(rule, row, col, scores.score_)
+    row = Sums(n, alpha, _limit(scores.row_level, spec)) if spec.rows else None
+    col = Sums(m, alpha, _limit(scores.col_level, spec)) if spec.cols else None
+    return LseReader(rule, row, col, partial(score_, scores))
 
 
-def _rank_reader(spec: Spec, levels: Levels) -> RankReader | None:
+def _rank_reader(scores: Scores, spec: Spec) -> RankReader | None:
     if not spec.ranks:
         return None
-    assert levels.row is not None
-    row = Beaten(levels.row, ties=spec.ties)
-    return RankReader(row, None if levels.col is None or not spec.cols else Beaten(levels.col, ties=spec.ties))
+    assert scores.row_level is not None
+    row = Beaten(scores.row_level, ties=spec.ties)
+    return RankReader(
+        row, None if scores.col_level is None or not spec.cols else Beaten(scores.col_level, ties=spec.ties)
+    )
 
 
 def _limit(level: Tensor | None, spec: Spec) -> Tensor | None:
@@ -103,7 +128,7 @@ def positives(scores: Scores, level: Tensor) -> None:
         for tile in tiles:
             s_RC = ws.tile(0, tile)
             if any(True for _ in scores.rule.places(s_RC, tile)):
-                scores.products(q_RD, ws.key(scores.key, tile.cols), tile, s_RC, ws.tile(1, tile))
+                products(scores, q_RD, ws.key(scores.key, tile.cols), tile, s_RC, ws.tile(1, tile))
                 _read_positives(s_RC, tile, scores.rule, level)
 
 
@@ -140,12 +165,12 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
                 tile = tile._replace(mirrored=True)
             k_CD = ws.key(scores.key, tile.cols)
             g_RC, spare_RC = ws.tile(0, tile), ws.tile(1, tile)
-            s_RC = scores.cached(tile) if bias is None else None
+            s_RC = _cached(scores, tile) if bias is None else None
             if s_RC is None:
                 s_RC = ws.tile(2, tile) if keep_scores else g_RC
-                scores.products(plain_RD, k_CD, tile, s_RC, spare_RC)
+                products(scores, plain_RD, k_CD, tile, s_RC, spare_RC)
                 if not spec.filters:
-                    scores.score_(s_RC, bias=bias is None)
+                    score_(scores, s_RC, bias=bias is None)
                 rule.exclude_(s_RC, tile)
             weights.weigh(s_RC if bias is None else torch.add(s_RC, bias, out=g_RC), g_RC, spare_RC, tile)
             for at in rule.places(g_RC, tile):

@@ -19,13 +19,13 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from contratile.engine.backends import triton_configs, triton_kernels
-from contratile.engine.backends.block import Given, Gradients, KernelError, Levels, Scores, SideGrad, SideParts
+from contratile.engine.backends.block import Given, Gradients, KernelError, Scores, SideGrad
 from contratile.engine.backends.precision import library_products
 from contratile.engine.backends.triton_configs import Arch, Config, config_for, cut_backward, cut_forward, kind_of
 from contratile.engine.plan import plan_tiles
 from contratile.engine.rule import PairRule
 from contratile.engine.spec import Spec
-from contratile.engine.stats import Stats
+from contratile.engine.stats import SideParts, Stats
 
 GROUP = 8
 """Row blocks that share the columns in the L2 cache."""
@@ -148,9 +148,9 @@ def _dense(x: Tensor | None) -> Tensor | None:
 # --- forward ------------------------------------------------------------------------------------------------------
 
 
-def forward(scores: Scores, spec: Spec, levels: Levels, pos: Tensor | None) -> tuple[SideParts, SideParts]:
+def forward(scores: Scores, spec: Spec, pos: Tensor | None) -> tuple[SideParts, SideParts]:
     """Statistics of the block's rows and columns; each row's positive score is written to `pos`."""
-    assert levels.row is None or not spec.compares, "kernels do not compare with positives"
+    assert not spec.compares, "kernels do not compare with positives"
     q, key = scores.q, scores.key
     lse = spec.reduce == "lse"
     row = _empty(len(q), q.device, lse=lse) if spec.rows or not lse else SideParts()
@@ -407,8 +407,8 @@ def adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
 def interprets_bf16() -> bool:
     """Whether the interpreter supports bfloat16: Triton's own multiplies the bits as integers."""
     ones = torch.ones(1, 16, dtype=torch.bfloat16)
-    scores = Scores(ones, ones, torch.ones(()), None, PairRule(), plan_tiles(1, 1, 16), ones[:0])
-    row, _ = forward(scores, Spec(cols=False, tile=16), Levels(None, None), None)
+    scores = Scores(ones, ones, torch.ones(()), None, PairRule(), plan_tiles(1, 1, 16), None, None, ones[:0])
+    row, _ = forward(scores, Spec(cols=False, tile=16), None)
     assert row.level is not None and row.total is not None
     return row.level.tolist() == [16.0] and row.total.tolist() == [1.0]
 
@@ -416,35 +416,3 @@ def interprets_bf16() -> bool:
 def _on(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-# --- ahead of time ------------------------------------------------------------------------------------------------
-
-RULES = ("clip", "one set", "ids", "softplus")
-
-
-def sample_launches(
-    arch: Arch, d: int, dtype: torch.dtype, precision: str = "ieee", rule: str = "clip", n: int = 4096
-) -> list[Launch]:
-    """The launches of a typical call on an architecture, each kernel once, on meta tensors."""
-    meta = torch.device("meta")
-    q, k = (torch.empty(n, d, dtype=dtype, device=meta) for _ in range(2))
-    one_set, softplus = rule == "one set", rule == "softplus"
-    labels, ids, vector = (torch.empty(n, dtype=x, device=meta) for x in (torch.int64, torch.int64, torch.float32))
-    scalar = torch.empty((), device=meta)
-    pairs = PairRule(
-        labels=labels,
-        exclude_self=one_set,
-        query_ids=ids if rule == "ids" else None,
-        key_ids=ids if rule == "ids" else None,
-    )
-    plan = plan_tiles(n, n, d, symmetric=one_set)
-    scores = Scores(q, None if one_set else k, scalar, scalar if softplus else None, pairs, plan, vector[:0])
-    spec = Spec("softplus" if softplus else "lse", cols=not one_set and not softplus, precision=precision)
-    call = Call(scores, spec, Device(arch, 108))
-    statistics = SideParts(total=vector) if softplus else SideParts(vector, vector)
-    side = SideGrad(None if softplus else vector, vector, None)
-    given = Given(side, side if spec.cols else None, vector, None if softplus else vector)
-    found = list(forward_launches(call, statistics, statistics if spec.cols else SideParts(), vector))
-    found.append(Chunks(call, given, write=True, add_up=True).launch(slice(0, n), slice(0, n)))
-    return list({launch.kernel.__name__: launch for launch in reversed(found)}.values())[::-1]

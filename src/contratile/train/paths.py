@@ -1,9 +1,9 @@
-"""Paths that mean the same from any folder: a run keeps where its data and its encoders are, not how they were typed.
+"""Absolute paths in a configuration, so that a run can be resumed and evaluated from any folder.
 
-    config = located(config)                   # pairs.csv becomes /home/me/pairs.csv
-    absent(config.data.data)                   # what is no longer there
+    config = absolute_paths(config)            # pairs.csv becomes /home/me/pairs.csv
+    missing_data(config.data.data)             # the path in it, if nothing is there any more
 
-Names of the hub, addresses and commands stay as they are.
+Names on the Hugging Face hub, URLs and commands stay as they are.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 _ADDRESS = re.compile(r"\w+:")
 
 
-def located(config: TrainConfig) -> TrainConfig:
-    """The options with absolute paths."""
+def absolute_paths(config: TrainConfig) -> TrainConfig:
+    """Make all paths in a configuration absolute."""
     run, data, towers = config.run, config.data, config.towers
     return replace(
         config,
         run=replace(run, out=run.out.absolute()),
         data=replace(
             data,
-            data=from_the_same(data.data, located_data(data.data)),
-            test_data=from_the_same(data.test_data, located_data(data.test_data)),
+            data=from_the_same(data.data, absolute_data(data.data)),
+            test_data=from_the_same(data.test_data, absolute_data(data.test_data)),
             root=data.root and data.root.absolute(),
             cache=data.cache and data.cache.absolute(),
         ),
-        towers=replace(towers, towers=located_towers(towers.towers)),
+        towers=replace(towers, towers=absolute_towers(towers.towers)),
     )
 
 
-def located_data(name: str) -> str:
-    """The name of a data source with an absolute path, where it holds one."""
+def absolute_data(name: str) -> str:
+    """Make the path in the name of a data source absolute, if there is one."""
     kind, _, rest = name.partition(":")
     if kind == "wordnet":
         return f"wordnet:{_absolute(rest)}" if rest else name
@@ -56,8 +56,8 @@ def located_data(name: str) -> str:
     return name
 
 
-def located_towers(name: str) -> str:
-    """The name of encoders with absolute paths of the folders or files in it."""
+def absolute_towers(name: str) -> str:
+    """Make the paths in the name of towers absolute, if there are any."""
     maker, _, rest = name.partition(":")
     if maker in ("hf", "st"):
         parts = [rest] if maker == "st" or Path(rest).is_dir() else rest.split("+")
@@ -67,8 +67,8 @@ def located_towers(name: str) -> str:
     return f"{maker}:{model}:{_absolute(weights)}" if maker == "open_clip" and Path(weights).is_file() else name
 
 
-def absent(name: str) -> str:
-    """The path in the name of a data source, if nothing is there."""
+def missing_data(name: str) -> str:
+    """The path in the name of a data source, if it does not exist; else ""."""
     kind, _, rest = name.partition(":")
     if kind == "wordnet":
         return rest if rest and not Path(rest).exists() else ""
@@ -78,20 +78,20 @@ def absent(name: str) -> str:
     if name.lower().endswith((*SUFFIXES, ".parquet")):
         return "" if Path(name).exists() else name
     if is_shards(name) and not _ADDRESS.match(name):
-        # The folder is enough: shards that are missing in it are broken samples.
+        # Check the folder only: shards that are missing in it count as broken samples.
         folder = str(Path(re.split(r"[{*?\[]", name, maxsplit=1)[0] + "x").parent)
-        return "" if glob(folder) else folder  # noqa: PTH207  # a folder's name may be a pattern too
+        return "" if glob(folder) else folder  # noqa: PTH207  # the folder may be a pattern too
     return ""
 
 
-def absent_towers(name: str) -> str:
-    """The path in the name of encoders, if nothing is there."""
+def missing_towers(name: str) -> str:
+    """The path in the name of towers, if it does not exist; else ""."""
     maker, _, rest = name.partition(":")
     parts = [rest] if maker == "st" or Path(rest).is_dir() else rest.split("+") if maker == "hf" else []
     return next((part for part in parts if Path(part).is_absolute() and not Path(part).exists()), "")
 
 
 def _absolute(path: str, special: str = "") -> str:
-    """As seen from the root, unless the present folder has characters that mean something in such a name."""
+    """Make a path absolute, unless the current folder contains characters that are special in the name."""
     found = str(Path(path).absolute())
     return path if any(letter in str(Path.cwd()) for letter in special) else found

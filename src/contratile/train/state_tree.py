@@ -1,11 +1,11 @@
-"""State as JSON and named tensors: any nesting of dicts, lists, tuples, numbers, texts and tensors, and back, exactly.
+"""Convert nested state (dicts, lists, tuples, numbers, strings, tensors) to JSON plus named tensors, and back.
 
     structure, tensors = flatten(optimizer.state_dict(), "optimizer")
     optimizer.load_state_dict(restore(structure, tensors))
 
-What JSON has stays as it is: {"lr": 0.1} is {"lr": 0.1}. What it has not is an object with one key that begins with $:
-{"$tensor": name}, {"$tuple": [...]}, {"$float": "nan"}, and {"$dict": [[key, value], ...]} for keys other than texts. A
-tensor that occurs several times, such as a tied weight, is stored once.
+JSON values stay as they are. Types that JSON lacks become an object with a single key that starts with $:
+{"$tensor": name}, {"$tuple": [...]}, {"$float": "nan"}, and {"$dict": [[key, value], ...]} for keys other than strings.
+A tensor that occurs several times, such as a tied weight, is stored once.
 """
 
 import math
@@ -21,16 +21,21 @@ Key = tuple[Any, ...]
 
 
 def flatten(tree: Any, name: str) -> tuple[Json, dict[str, Tensor]]:
-    """The structure, ready for JSON, and the tensors by their path: contiguous, on the CPU, sharing no memory.
+    """Split a tree into a JSON structure and tensors by path.
 
-    `name` is what errors call the tree.
+    Args:
+        tree: The nested state.
+        name: What error messages call it.
+
+    Returns:
+        The structure, and the tensors: contiguous, on the CPU, sharing no memory.
     """
     walk = _Walk(name)
     return walk.encode(tree, ()), walk.tensors
 
 
 def restore(structure: Json, tensors: dict[str, Tensor]) -> Any:
-    """What `flatten` was given. Tensors that shared their memory as a whole are one tensor again."""
+    """Undo `flatten`. Tied tensors are one tensor again."""
     if isinstance(structure, list):
         return [restore(part, tensors) for part in structure]
     if not isinstance(structure, dict):
@@ -48,7 +53,7 @@ def restore(structure: Json, tensors: dict[str, Tensor]) -> Any:
 
 
 class _Walk:
-    """One walk through a tree, with what it has met."""
+    """One traversal of a tree; collects its tensors."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -84,13 +89,13 @@ class _Walk:
             bad_type(f"{self.name}.{name}", expected="a plain tensor", got=got, remedy=remedy)
         x = x.detach()
         storage = x.untyped_storage().data_ptr()
-        # Memory of different devices may have one address.
+        # Addresses may coincide between devices.
         key = (x.device, storage, x.storage_offset(), x.shape, x.stride(), x.dtype)
         if x.numel() and key in self._met:
             return self._met[key]
-        while name in self.tensors or name == "__metadata__":  # a word of safetensors' own
+        while name in self.tensors or name == "__metadata__":  # reserved by safetensors
             name += "'"
-        # Another view of memory that is stored already is stored by its own values.
+        # safetensors refuses shared memory: another view of a stored tensor is copied.
         plain = x.cpu().resolve_conj().resolve_neg().contiguous()
         shared = plain.data_ptr() == x.data_ptr() and storage in self._storages
         self.tensors[name] = plain.clone() if shared else plain

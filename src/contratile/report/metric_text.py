@@ -1,10 +1,10 @@
-"""Metrics of retrieval in words: a line while a run goes on, a table at its end.
+"""Retrieval metrics as text: one line during a run, a table at its end.
 
 print(in_a_line(metrics))           # text to image R@1 0.043, R@5 0.12, R@10 0.18, median rank 66 · image to text ...
 print("\\n".join(table(metrics, chance, side_names(source))))
 
-The metrics of all pairs have the names of images and texts, `text_to_image_R@1`: from the right side to the left one.
-In words the sides are called what they are.
+Metric names always speak of images and texts (`text_to_image_R@1`: from the right side to the left one). In text, the
+sides get their own names, for example the columns of a text-pair table.
 """
 
 from collections.abc import Mapping
@@ -15,20 +15,20 @@ from contratile.data.sample import Source
 WAYS = ("text_to_image", "image_to_text")
 PICTURES = ("image", "text")
 PAIRWISE = "_pairwise"
-"""Ends the names of metrics that count a pair's own other half alone, where images or texts repeat."""
+"""Suffix of metrics that accept only a row's own other half, where images or texts repeat."""
 
 Sides = tuple[str, str]
 
 
 def columns_of(source: Any) -> Any:
-    """The columns of the table that a source is, or is some rows of; None if it is none."""
+    """The columns of a table, also through wrappers that select rows; None for other sources."""
     while hasattr(source, "source"):
         source = source.source
     return getattr(source, "columns", None)
 
 
 def side_names(source: Source) -> Sides:
-    """What left and right are called: image and text, or the columns of a text pair."""
+    """Names for left and right: image and text, or the two columns of a text-pair table."""
     columns = columns_of(source)
     if "image" in source.kinds:
         return PICTURES
@@ -39,13 +39,13 @@ def side_names(source: Source) -> Sides:
 
 
 def ways(sides: Sides) -> dict[str, str]:
-    """The directions by what they are called; two sides of one name are left and right."""
+    """Name of each direction -> its prefix in metric names. Sides of equal name are called left and right."""
     left, right = sides if sides[0] != sides[1] else ("left", "right")
     return {f"{right} to {left}": WAYS[0], f"{left} to {right}": WAYS[1]}
 
 
 def in_words(name: str, sides: Sides) -> str:
-    """A metric by what its direction is called."""
+    """A metric name in words, with the direction named after the sides."""
     for called, way in ways(sides).items():
         if name.startswith(f"{way}_"):
             kind = ", pair by pair" if name.endswith(PAIRWISE) else ""
@@ -54,7 +54,7 @@ def in_words(name: str, sides: Sides) -> str:
 
 
 def in_a_line(metrics: Mapping[str, float], sides: Sides = PICTURES) -> str:
-    """Each direction with its metrics but the mean rank; what belongs to none comes last."""
+    """All metrics on one line, by direction and without the mean rank; other metrics come last."""
     parts = []
     for called, way in ways(sides).items():
         mine = [f"{name} {value:.4g}" for name, value in of_way(metrics, way).items() if name != "mean rank"]
@@ -64,7 +64,7 @@ def in_a_line(metrics: Mapping[str, float], sides: Sides = PICTURES) -> str:
 
 
 def table(metrics: Mapping[str, float], chance: Mapping[str, float], sides: Sides) -> list[str]:
-    """A row for each direction and what guessing would reach, under one heading; then the same pair by pair."""
+    """A table with a row per direction and its chance level, then the same for pairwise metrics."""
     found: list[tuple[str, dict[str, float]]] = []
     for ending, kind in (("", ""), (PAIRWISE, ", pair by pair")):
         rows = {
@@ -87,7 +87,7 @@ def table(metrics: Mapping[str, float], chance: Mapping[str, float], sides: Side
 
 
 def of_way(metrics: Mapping[str, float], way: str, ending: str = "") -> dict[str, float]:
-    """The metrics of one direction by their short names: shares first, then ranks."""
+    """The metrics of one direction under short names: R@k first, then ranks."""
     mine = {
         _short(name, way): x
         for name, x in metrics.items()

@@ -1,6 +1,6 @@
 """Metrics in words."""
 
-from contratile.report.wording import in_a_line, in_words, table
+from contratile.report.metric_text import in_a_line, in_words, table
 
 METRICS = {
     "image_to_text_mean_rank": 12.34,

@@ -1,0 +1,145 @@
+"""Features of a whole data source, and which of its samples share an image or a text.
+
+found = encode(towers, source, chunk=256)          # SourceFeatures: both sides of every sample, on the CPU
+groups = matches(found)                            # distinct images, distinct texts, and the pairs between them
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from contratile.data.loader import BROKEN_LIMIT, Loader
+from contratile.data.sample import Indexed, Stream
+from contratile.errors import bad_value
+from contratile.models.towers import LockedTowerHead, Towers
+
+
+class SourceFeatures(NamedTuple):
+    """Features of a source in its own order, with the texts and names that belong to them."""
+
+    left: Tensor  # [N, D] on the CPU
+    right: Tensor  # [N, D] on the CPU
+    places: Tensor  # [N]: index in the source; -1 in a stream
+    keys: list[str]
+    """One key per sample."""
+
+    texts: list[str]
+    """The right side of each sample, as text."""
+
+    names: list[str]
+    """Name of each left side; equal names mean the same picture or text."""
+
+    broken: int = 0
+    """Samples that were left out because they could not be read."""
+
+
+@torch.no_grad()
+def encode(
+    towers: Towers,
+    source: Indexed | Stream,
+    *,
+    chunk: int,
+    limit: int = 0,
+    broken_limit: float = BROKEN_LIMIT,
+    notify: Callable[[int], object] = lambda done: None,
+    kept: Mapping[str, Tensor] = MappingProxyType({}),
+) -> SourceFeatures:
+    """Encode both sides of a data source in evaluation mode.
+
+    Args:
+        towers: The pair of encoders, for example from `load_run`.
+        source: The pairs, from `open_source`.
+        chunk: Pairs that go through the encoders at a time.
+        limit: Encode only the first `limit` pairs; 0 means all.
+        broken_limit: How many samples may be unreadable before this raises: below 1 a share, else a number.
+        notify: Called with the number of pairs done after every chunk.
+        kept: Outputs of locked backbones for the whole source, by side ("left", "right"): they are not computed again.
+
+    Returns:
+        The features, float32 on the CPU. Unreadable samples are left out and counted.
+
+    Raises:
+        ValueError: No sample could be read, or more than `broken_limit` could not.
+
+    Example:
+        >>> towers, config, _ = load_run(Path("runs/icons"))                     # doctest: +SKIP
+        >>> held_out = encode(towers, open_source(config.data, "test"), chunk=256)    # doctest: +SKIP
+    """
+    prepare = towers.left.prepare, towers.right.prepare
+    was_training = towers.training
+    towers.eval()
+    device = towers.log_scale.device
+    left: list[Tensor] = []
+    right: list[Tensor] = []
+    index, keys, texts, names = [], [], [], []
+    broken: Counter[str] = Counter()
+    options: dict[str, Any] = {"chunk": chunk, "limit": limit, "broken_limit": broken_limit, "broken": broken}
+    try:
+        for part in Loader.ordered(source, prepare, **options):
+            for side, features in (("left", left), ("right", right)):
+                tower = getattr(towers, side)
+                outputs = kept[side][part.index] if side in kept else None
+                if outputs is None or bool(outputs[:, :1].isnan().any()):  # NaN: unreadable when they were computed
+                    found = tower(to_device(getattr(part, side), device))
+                else:
+                    found = LockedTowerHead(tower)(to_device(outputs, device))
+                features.append(found.float().cpu())
+            index.append(part.index)
+            keys += part.keys
+            texts += part.texts
+            names += part.names
+            notify(len(keys))
+    finally:
+        towers.train(was_training)
+    if not keys:
+        remedy = f"All {broken.total():,} of {source.name} are broken: {', '.join(broken)}."
+        bad_value("data", expected="samples to evaluate on", got="none", remedy=remedy)
+    return SourceFeatures(torch.cat(left), torch.cat(right), torch.cat(index), keys, texts, names, broken.total())
+
+
+class Matches(NamedTuple):
+    """Distinct left sides and texts of a source, and which belong together."""
+
+    left: Tensor  # [U]: first row of each distinct left side
+    right: Tensor  # [V]: first row of each distinct text
+    pairs: Tensor  # [P, 2]: positions in `left` and `right`
+
+    def repeat(self, rows: int) -> bool:
+        """Whether an image or a text occurs in more than one of the rows."""
+        return not len(self.left) == len(self.right) == rows
+
+
+def matches(found: SourceFeatures) -> Matches:
+    """Group the rows of a source by equal left names and by equal texts."""
+    left: dict[str, tuple[int, int]] = {}  # name -> (position, first row)
+    right: dict[str, tuple[int, int]] = {}
+    pairs: dict[tuple[int, int], None] = {}
+    for row, (name, text) in enumerate(zip(found.names, found.texts, strict=True)):
+        left.setdefault(name, (len(left), row))
+        right.setdefault(text, (len(right), row))
+        pairs[left[name][0], right[text][0]] = None
+    rows = [torch.tensor([row for _, row in side.values()]) for side in (left, right)]
+    return Matches(rows[0], rows[1], torch.tensor(list(pairs)))
+
+
+def best_device() -> torch.device:
+    """The accelerator if there is one, else the CPU."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found or torch.device("cpu")
+
+
+def to_device(inputs: Any, device: torch.device) -> Any:
+    """Move a tensor, or all tensors in a dict, tuple or list, to a device."""
+    if isinstance(inputs, Tensor):
+        return inputs.to(device, non_blocking=True)
+    if isinstance(inputs, dict):
+        return {name: to_device(x, device) for name, x in inputs.items()}
+    if isinstance(inputs, tuple | list):
+        return type(inputs)(to_device(x, device) for x in inputs)
+    return inputs

@@ -1,0 +1,42 @@
+"""How much memory a loss needs beyond features and their gradients: tiled, and dense for comparison.
+
+    tiled_loss_bytes(4096, 512)           # what contratile's loss works in
+    dense_loss_bytes(4096)                # what a loss that holds all scores at once works in
+
+Both are computed, not measured. `contratile bench loss` measures them.
+"""
+
+from contratile.engine.plan import plan_tiles
+
+DENSE_MATRICES = 4
+"""N x N matrices in fp32 that a dense loss holds at its peak, as measured by `contratile bench loss`."""
+
+_FP32 = 4
+
+
+def dense_loss_bytes(pairs: int, *, views: int = 1) -> int:
+    """Memory of a dense loss: all scores, their exponentials and their gradients at once.
+
+    Args:
+        pairs: Pairs in the global batch.
+        views: 2 if both sides of a pair are compared with everything (NT-Xent, SupCon), else 1.
+    """
+    return DENSE_MATRICES * _FP32 * (views * pairs) ** 2
+
+
+def tiled_loss_bytes(pairs: int, width: int, *, processes: int = 1, views: int = 1, cache_bytes: int = 0) -> int:
+    """Memory of contratile's loss on one process: tile workspace, statistics, key gradient and score cache.
+
+    Args:
+        pairs: Pairs in the global batch.
+        width: Size of a feature.
+        processes: Processes that share the batch. With several, two visiting key blocks are counted too.
+        views: 2 if both sides of a pair are compared with everything (NT-Xent, SupCon), else 1.
+        cache_bytes: What may be spent on keeping score tiles from forward to backward.
+    """
+    rows = views * -(-pairs // processes)
+    workspace = plan_tiles(rows, rows, width, symmetric=views == 2).workspace_bytes
+    statistics = 3 * rows * _FP32  # log-sum-exps of rows and columns, positive scores
+    block = rows * width * _FP32
+    visiting = 2 * block if processes > 1 else 0
+    return workspace + statistics + block + visiting + min(cache_bytes, rows * rows * _FP32)

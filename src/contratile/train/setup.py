@@ -1,0 +1,85 @@
+"""Checks and adjustments of a configuration that need the data or the processes of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+
+from contratile.data.sample import Indexed, Source
+from contratile.errors import bad_value
+from contratile.report.gallery import MOST
+from contratile.train.config import TrainConfig
+
+TOKENIZER_TEXTS = 200_000
+"""Texts that a tokenizer is trained on at most."""
+
+
+def check_sharding(config: TrainConfig, world: int) -> None:
+    """Refuse options that FSDP cannot run with.
+
+    Every process must run the same number of chunks, and the optimiser must update each weight by itself.
+    """
+    run, optimizer = config.run, config.optim.optimizer
+    if run.batch % world:
+        remedy = "All processes must run the same number of chunks."
+        bad_value("batch", expected=f"a multiple of the {world} processes with --fsdp", got=run.batch, remedy=remedy)
+    if run.precision == "fp16":
+        remedy = "bf16 needs no gradient scaling."
+        bad_value("precision", expected="fp32 or bf16 with --fsdp", got="fp16", remedy=remedy)
+    if optimizer.lower().endswith("adafactor"):
+        remedy = "Use adamw; this one takes means over the rows and columns of whole matrices."
+        bad_value("optimizer", expected="one that can update shards with --fsdp", got=optimizer, remedy=remedy)
+
+
+def fit_batch(config: TrainConfig, source: Source, world: int) -> TrainConfig:
+    """Limit the batch to the pairs that the data has, the same number for each process."""
+    if not isinstance(source, Indexed) or config.run.batch <= len(source):
+        return config
+    batch = len(source) // world * world or len(source)
+    return replace(config, run=replace(config.run, batch=batch))
+
+
+def check_kinds(source: Source, kinds: tuple[str, str]) -> None:
+    """Refuse towers that do not encode what the data holds."""
+    if tuple(source.kinds) != kinds:
+        remedy = "Choose towers for this data: `st:` for text pairs, the others for image-text pairs."
+        bad_value(
+            "towers", expected=f"encoders of {' and '.join(source.kinds)}", got=" and ".join(kinds), remedy=remedy
+        )
+
+
+def tokenizer_texts(source: Source) -> Iterator[str]:
+    """Texts to train a tokenizer on."""
+    return islice(source.texts(), TOKENIZER_TEXTS)
+
+
+def steps_of(epochs: float, steps_per_epoch: int | None) -> int:
+    """The number of steps in some epochs.
+
+    Raises:
+        ValueError: The length of an epoch is not known.
+    """
+    if steps_per_epoch is None:
+        remedy = "Pass --steps: shards and streams have no known length."
+        bad_value("steps", expected="a number of steps", got="epochs", remedy=remedy)
+    return max(1, round(epochs * steps_per_epoch))
+
+
+def gallery_has_training(config: TrainConfig, source: Source, held_out: Source, steps: int) -> bool:
+    """Whether the gallery holds the training pairs too.
+
+    Raises:
+        ValueError: `gallery = "all"` was asked for, but the data is a stream.
+    """
+    choice = config.run.gallery
+    if choice == "held-out":
+        return False
+    if not isinstance(source, Indexed):
+        if choice == "all":
+            remedy = "Pass --gallery held-out."
+            bad_value("gallery", expected="data with a length for --gallery all", got=source.name, remedy=remedy)
+        return False
+    pairs = len(source) + (len(held_out) if isinstance(held_out, Indexed) else 0)
+    # Encoding once more is cheap next to at least one epoch of training.
+    return choice == "all" or (pairs <= MOST and steps * config.run.batch >= len(source))
