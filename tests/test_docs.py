@@ -1,0 +1,143 @@
+"""The documentation: its Python runs, its pages are complete, the front page is short."""
+
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import contratile as ct
+from contratile import data, train
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+ELSEWHERE = ("DistributedDataParallel", "scaler.scale", "accelerator", "prepare_image")
+"""Snippets that need a process group, an accelerator or the reader's own code; examples/ and other tests run these."""
+
+
+def names() -> dict[str, Any]:
+    """What the snippets take for granted, at small sizes."""
+    torch.manual_seed(0)
+
+    def unit(*shape: int) -> Tensor:
+        return F.normalize(torch.randn(*shape), dim=-1)
+
+    def encoder() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1))
+
+    batches = [(torch.randn(20, 8), torch.randn(20, 8)) for _ in range(2)]
+    given: dict[str, Any] = {"ct": ct, "torch": torch, "F": F, "warnings": __import__("warnings")}
+    given |= {"image": unit(24, 256), "text": unit(24, 256), "query": unit(24, 256), "key": unit(32, 256)}
+    given |= {"z1": unit(12, 64), "z2": unit(12, 64), "z": unit(24, 64), "classes": torch.arange(24) % 5}
+    given |= {
+        "labels": torch.randperm(32)[:24],
+        "ids": torch.arange(24) // 2,
+        "scale": torch.tensor(20.0),
+        "bias": -10.0,
+    }
+    given |= {"logit_scale": torch.tensor(2.0), "class_features": unit(5, 256), "targets": torch.arange(24) % 5}
+    given |= {"extra_keys": unit(7, 256), "extra_ids": torch.arange(7), "gallery": unit(40, 256)}
+    given |= {"hard_negatives": unit(24, 3, 256), "hard_mask": torch.rand(24, 3) > 0.5, "margin": 0.1}
+    given |= {"weights": torch.rand(24), "image_encoder": encoder(), "text_encoder": encoder(), "loader": batches}
+    log_scale = nn.Parameter(torch.tensor(1.0))
+    given |= {"log_scale": log_scale, "optimiser": torch.optim.SGD([log_scale], lr=0.1), "loss": ct.ClipLoss()}
+    given |= {"encoders": (given["image_encoder"], given["text_encoder"]), "pairs": lambda: iter(batches)}
+    given |= {"images": batches[0][0], "texts": batches[0][1]}
+    return given
+
+
+def snippets(page: str) -> list[str]:
+    found = FENCE.findall((DOCS / page).read_text(encoding="utf-8"))
+    return [code for code in found if not any(word in code for word in ELSEWHERE)]
+
+
+@pytest.mark.parametrize("page", ["index.md", "evaluate.md", "api.md", "api-reference.md"])
+def test_snippets_run(page: str) -> None:
+    given = names()
+    assert snippets(page)
+    for code in snippets(page):
+        exec(code, given)
+
+
+def test_snippets_of_the_gradient_cache_run(tmp_path: Path) -> None:
+    given = names()
+    first, offload, loop = snippets("grad_cache.md")
+    exec(first, given)
+    assert given["log_scale"].grad is not None
+    given["loss"] = ct.ClipLoss()
+    exec(offload.replace("/scratch", str(tmp_path)), given)
+    exec(loop, given)
+
+
+def test_dense_code_is_what_the_losses_compute() -> None:
+    """docs/losses.md: each function there, and the options spelled out, against ours."""
+    module, dense, options, queue, warning = snippets("losses.md")
+    given = names()
+    exec(module, given)
+    naive: dict[str, Any] = {"torch": torch, "F": F}
+    exec(dense, naive)
+    x, y, scale = given["image"], given["text"], given["scale"]
+    z, classes = given["z"], given["classes"]
+    for got, expected in [
+        (ct.clip_loss(x, y, scale), naive["clip_loss"](x, y, scale)),
+        (
+            ct.info_nce(x, given["key"], scale, labels=given["labels"]),
+            naive["info_nce"](x, given["key"], scale, given["labels"]),
+        ),
+        (ct.nt_xent(given["z1"], given["z2"], 0.5), naive["nt_xent"](given["z1"], given["z2"], 0.5)),
+        (ct.sup_con(z, classes, 0.1), naive["sup_con"](z, classes, 0.1)),
+        (ct.siglip_loss(x, y, scale, -10.0), naive["siglip_loss"](x, y, scale, -10.0)),
+    ]:
+        torch.testing.assert_close(got, expected)
+
+    given |= {"key": given["text"], "labels": torch.arange(24)}
+    keywords = ("ids", "extra_keys", "extra_ids", "hard_negatives", "hard_mask", "margin", "weights")
+    got = ct.info_nce(given["query"], given["key"], scale, **{name: given[name] for name in keywords})
+    exec(options, given)
+    torch.testing.assert_close(got, given["loss"])
+    exec(queue, given)
+    exec(warning, given)
+
+
+def test_front_page_change() -> None:
+    """README's two columns: the same loss before and after."""
+    (code,) = FENCE.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    column = code.index("# after")
+    before, after = names(), names()
+    exec("\n".join(line[:column] for line in code.splitlines()), before)
+    exec("\n".join(line[column:] for line in code.splitlines()), after)
+    torch.testing.assert_close(after["loss"], before["loss"])
+
+
+def test_front_page_is_short_and_promises_no_package_index() -> None:
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(page.splitlines()) <= 140
+    pages = page + "".join(path.read_text(encoding="utf-8") for path in DOCS.glob("*.md"))
+    assert not re.search(r"pip install \"?contratile", pages)
+
+
+@pytest.mark.parametrize("module", [ct, data, train, ct.reference], ids=lambda module: module.__name__)
+def test_every_public_name_has_an_entry_in_the_api_reference(module: ModuleType) -> None:
+    entries = set(re.findall(r"^::: (\S+)$", "\n".join(x.read_text() for x in DOCS.glob("api*.md")), re.MULTILINE))
+    public = [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and (inspect.isroutine(value) or inspect.isclass(value))
+    ]
+    assert public
+    if module is train:
+        public = [name for name in public if not hasattr(data, name)]  # listed there
+    for name in public:
+        assert f"{module.__name__}.{name}" in entries or module.__name__ in entries, name
+
+
+def test_the_menu_has_every_page() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    for page in DOCS.glob("*.md"):
+        assert f": {page.name}\n" in menu, page.name
