@@ -18,7 +18,7 @@ def members(session: int) -> list[int]:
     return found
 
 
-def until(true: Callable[[], object], limit: float = 120.0) -> bool:
+def until(true: Callable[[], object], limit: float = 600.0) -> bool:
     """Wait until something holds; whether it did within a time after which something is wrong."""
     deadline = time.monotonic() + limit
     while not true():

@@ -24,13 +24,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch._C._distributed_c10d import TCPStore
 
+READY = "ready"
+
 
 class Outcome(NamedTuple):
     """How a rank ended: its result, its traceback, or neither if it died or was killed at the time-out."""
 
     ok: bool
     result: Any
-    seconds: float
 
 
 def torchrun(world: int, folder: Path) -> list[str]:
@@ -63,7 +64,7 @@ def _serve(rank: int, world: int, port: int, timeout: float, pipe: Connection) -
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     # On a busy machine ranks start far apart: a short time-out begins when all are there.
-    patient, limit = (datetime.timedelta(seconds=seconds) for seconds in (120, timeout))
+    patient, limit = (datetime.timedelta(seconds=seconds) for seconds in (600, timeout))
     store = TCPStore("127.0.0.1", port, world, rank == 0, timeout=patient)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
     store.set_timeout(limit)
@@ -72,11 +73,12 @@ def _serve(rank: int, world: int, port: int, timeout: float, pipe: Connection) -
         if task is None:
             break
         function, args = task
-        start = time.monotonic()
+        pipe.send(READY)  # what the function imports is imported: that takes ranks different times
+        pipe.recv()
         try:
-            outcome = Outcome(True, function(*args), time.monotonic() - start)
+            outcome = Outcome(True, function(*args))
         except BaseException:
-            outcome = Outcome(False, traceback.format_exc(), time.monotonic() - start)
+            outcome = Outcome(False, traceback.format_exc())
         pipe.send(outcome)
     with contextlib.suppress(RuntimeError):
         dist.destroy_process_group()
@@ -85,7 +87,7 @@ def _serve(rank: int, world: int, port: int, timeout: float, pipe: Connection) -
 class Pool:
     """`world` ranks that run one function after the other."""
 
-    def __init__(self, world: int, *, timeout: float = 240.0) -> None:
+    def __init__(self, world: int, *, timeout: float = 580.0) -> None:
         context, port = mp.get_context("spawn"), free_port()
         self.pipes, self.processes = [], []
         for rank in range(world):
@@ -98,11 +100,18 @@ class Pool:
         self.broken = False
 
     def outcomes(
-        self, function: Callable[..., Any], *args: Any, limit: float = 250.0, ranks: tuple[int, ...] | None = None
+        self, function: Callable[..., Any], *args: Any, limit: float = 600.0, ranks: tuple[int, ...] | None = None
     ) -> list[Outcome]:
-        """One outcome per rank, after at most `limit` seconds or when all of `ranks` have answered."""
+        """One outcome per rank, after at most `limit` seconds or when all of `ranks` have answered.
+
+        All ranks start together, so that a short time-out of the group measures the function only.
+        """
         for pipe in self.pipes:
             pipe.send((function, args))
+        for step in (Connection.recv, lambda pipe: pipe.send(READY)):
+            for pipe in self.pipes:
+                with contextlib.suppress(EOFError, OSError):  # a rank that died is told of below
+                    step(pipe)
         start = time.monotonic()
         found: dict[int, Outcome] = {}
         awaited = set(range(len(self.pipes)) if ranks is None else ranks)
@@ -112,8 +121,8 @@ class Pool:
                 try:
                     found[rank] = self.pipes[rank].recv()
                 except EOFError:
-                    found[rank] = Outcome(False, "the process died", time.monotonic() - start)
-        late = Outcome(False, "no answer in time", limit)
+                    found[rank] = Outcome(False, "the process died")
+        late = Outcome(False, "no answer in time")
         result = [found.get(rank, late) for rank in range(len(self.pipes))]
         self.broken = self.broken or not all(outcome.ok for outcome in result)
         return result
@@ -129,7 +138,7 @@ class Pool:
         for pipe, process in zip(self.pipes, self.processes, strict=True):
             with contextlib.suppress(OSError):
                 pipe.send(None)
-            process.join(0.1 if self.broken else 10)
+            process.join(0.1 if self.broken else 60)
             if process.is_alive():
                 process.kill()
                 process.join()
