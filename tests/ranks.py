@@ -43,7 +43,9 @@ def accelerate_launch(world: int, folder: Path) -> list[str]:
     """The same by accelerate, which on CPUs starts several processes through MPI, with a file of hosts in `folder`."""
     hosts = folder / "hosts"
     hosts.write_text(f"localhost slots={world}\n")
-    options = f"--cpu --num_processes {world} --num_machines 1 --mpirun_hostfile {hosts}"
+    options = (
+        f"--cpu --num_processes {world} --num_machines 1 --mpirun_hostfile {hosts} --main_process_port {free_port()}"
+    )
     return [sys.executable, "-m", "accelerate.commands.launch", *options.split()]
 
 
