@@ -10,7 +10,7 @@ export PIP_CONSTRAINT := $(abspath constraints.txt)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One worker per core; each may start several ranks, which need memory. WORKERS=0 runs all tests in one process.
 WORKERS ?= logical
-PYTEST := -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
+PYTEST := -m pytest --numprocesses $(WORKERS) --maxprocesses 4
 # Checks run side by side; where make can, it prints the output of one after the other.
 SIDE_BY_SIDE := --jobs 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync)
 

@@ -1,12 +1,16 @@
 """One thread per process, no network, which tests share a worker, and an end for the ranks that tests started."""
 
+import functools
 import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.ranks import close_pools, pool
+from tests.ranks import close_pools
 
 # The tensors of the tests are small: more threads would only wait for each other, on a busy machine most of all.
 # `python -m tests.instruction_sets` asks for more, to see that nothing depends on their number.
@@ -21,27 +25,38 @@ LONGEST = (
     "tests/engine/kernels/test_interpreted.py",
     "tests/train/test_loop.py",
     "tests/test_project.py",
-    "tests/losses/test_family.py",
+    "tests/bench/test_loss.py",
     "tests/train/test_launch.py",
+    "tests/losses/test_memory.py",
+    "tests/losses/test_family.py",
     "tests/grad_cache/test_memory.py",
 )
-"""Groups that start first, longest first, so that no worker is left with one of them at the end."""
+"""Groups that start first, so that no worker is left with one of them at the end."""
 
 
-def _group(item: pytest.Item) -> str:
-    """Which tests `pytest -n 2` runs on one worker: those of a file, and all that share a pool of ranks."""
-    marked = item.get_closest_marker("xdist_group")
-    if marked is not None:
-        return str(marked.args[0])
-    group = "ranks" if getattr(getattr(item, "module", None), "pool", None) is pool else item.location[0]
-    item.add_marker(pytest.mark.xdist_group(group))
-    return group
+@functools.cache
+def group_of(file: str) -> str:
+    """What `pytest -n 2` runs on one worker: the tests of a file, and of all files that share the pools of ranks."""
+    text = (Path(__file__).parents[1] / file).read_text(encoding="utf-8")
+    return "ranks" if re.search(r"^from tests\.ranks import .*\bpool\b", text, re.MULTILINE) else file
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {group: place for place, group in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(_group(item), len(LONGEST)))
+    items.sort(key=lambda item: places.get(group_of(item.nodeid.split("::")[0]), len(LONGEST)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep groups together. The marks of `--dist loadgroup` have no effect with pytest 9.2 and pytest-xdist 3.8."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):  # type: ignore[misc, unused-ignore]
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid.split("::")[0])
+
+    config.option.loadscopereorder = False  # keep the order of the collection
+    return Groups(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

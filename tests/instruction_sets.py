@@ -51,7 +51,6 @@ def run(name: str, arguments: list[str]) -> bool:
         "no:cacheprovider",
         "--numprocesses=logical",
         "--maxprocesses=4",
-        "--dist=loadgroup",
         "-m",
         "not slow",
         *arguments,
