@@ -51,7 +51,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keep groups together. The marks of `--dist loadgroup` have no effect with pytest 9.2 and pytest-xdist 3.8."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class Groups(LoadScopeScheduling):  # type: ignore[misc, unused-ignore]
+    class Groups(LoadScopeScheduling):  # type: ignore[misc]  # without annotations
         def _split_scope(self, nodeid: str) -> str:
             return group_of(nodeid.split("::")[0])
 
