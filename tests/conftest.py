@@ -1,4 +1,4 @@
-"""One thread per process, no network, which tests share a worker, and an end for the ranks that tests started."""
+"""Settings of all tests: one thread per process, no network, which tests share a worker, and the end of the ranks."""
 
 import functools
 import os
@@ -12,11 +12,11 @@ import torch
 
 from tests.ranks import close_pools
 
-# The tensors of the tests are small: more threads would only wait for each other, on a busy machine most of all.
-# `python -m tests.instruction_sets` asks for more, to see that nothing depends on their number.
+# The tests use small tensors, for which more threads are slower, most of all on a busy machine.
+# `python -m tests.instruction_sets` sets more, to check that no result depends on their number.
 torch.set_num_threads(int(os.environ.get("CONTRATILE_TEST_THREADS", "1")))
 
-# Read when huggingface_hub is imported: models of the tests come from installed packages.
+# huggingface_hub reads it when it is imported. The tests use models of installed packages only.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 

@@ -3,8 +3,8 @@
     results = pool(3).run(function, *args)      # function(*args) on ranks 0, 1, 2 of a running group
     outcomes = fresh_group(2, function, ...)    # a group of its own, for tests that break it
 
-A function must be defined at the top of a module, as it travels to other processes by name. Pools are kept for the
-whole test session; a pool in which a test failed is replaced.
+A function must be defined at the top level of a module, because it is pickled by name. Pools are kept for the whole
+test session; a pool in which a test failed is replaced.
 """
 
 import contextlib
@@ -35,12 +35,12 @@ class Outcome(NamedTuple):
 
 
 def torchrun(world: int, folder: Path) -> list[str]:
-    """The words before `-m module` or a script that start it on so many processes."""
+    """The command that starts the `-m module` or script after it on `world` processes."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
 
 
 def accelerate_launch(world: int, folder: Path) -> list[str]:
-    """The same by accelerate, which on CPUs starts several processes through MPI, with a file of hosts in `folder`."""
+    """The same with accelerate, which uses MPI on CPUs and needs a file of hosts, written to `folder`."""
     hosts = folder / "hosts"
     hosts.write_text(f"localhost slots={world}\n")
     options = (
@@ -50,7 +50,7 @@ def accelerate_launch(world: int, folder: Path) -> list[str]:
 
 
 def launch_environment() -> dict[str, str]:
-    """One thread for each process; and MPI is found, and starts for root too."""
+    """One thread per process, MPI on the path, and MPI allowed to run as root."""
     as_root = {f"{name}_ALLOW_RUN_AS_ROOT{more}": "1" for name in ("OMPI", "PRTE") for more in ("", "_CONFIRM")}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return {**os.environ, **as_root, "PATH": path, "OMP_NUM_THREADS": "1"}
@@ -65,7 +65,7 @@ def free_port() -> int:
 def _serve(rank: int, world: int, port: int, timeout: float, pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
-    # On a busy machine ranks start far apart: a short time-out begins when all are there.
+    # On a busy machine ranks start far apart: a short time-out applies only when all have started.
     patient, limit = (datetime.timedelta(seconds=seconds) for seconds in (600, timeout))
     store = TCPStore("127.0.0.1", port, world, rank == 0, timeout=patient)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
@@ -75,7 +75,7 @@ def _serve(rank: int, world: int, port: int, timeout: float, pipe: Connection) -
         if task is None:
             break
         function, args = task
-        pipe.send(READY)  # what the function imports is imported: that takes ranks different times
+        pipe.send(READY)  # unpickling imported the function's module, which takes each rank a different time
         pipe.recv()
         try:
             outcome = Outcome(True, function(*args))
@@ -112,7 +112,7 @@ class Pool:
             pipe.send((function, args))
         for step in (Connection.recv, lambda pipe: pipe.send(READY)):
             for pipe in self.pipes:
-                with contextlib.suppress(EOFError, OSError):  # a rank that died is told of below
+                with contextlib.suppress(EOFError, OSError):  # a rank that died is reported below
                     step(pipe)
         start = time.monotonic()
         found: dict[int, Outcome] = {}
