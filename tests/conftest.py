@@ -1,19 +1,62 @@
-"""One thread per process, no network, and an end for the ranks that tests started."""
+"""Settings of all tests: one thread per process, no network, which tests share a worker, and the end of the ranks."""
 
+import functools
 import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.ranks import close_pools
 
-# The tensors of the tests are small: more threads would only wait for each other, on a busy machine most of all.
-# `python -m tests.instruction_sets` asks for more, to see that nothing depends on their number.
+# The tests use small tensors, for which more threads are slower, most of all on a busy machine.
+# `python -m tests.instruction_sets` sets more, to check that no result depends on their number.
 torch.set_num_threads(int(os.environ.get("CONTRATILE_TEST_THREADS", "1")))
 
-# Read when huggingface_hub is imported: models of the tests come from installed packages.
+# huggingface_hub reads it when it is imported. The tests use models of installed packages only.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+LONGEST = (
+    "ranks",
+    "tests/engine/kernels/test_interpreted.py",
+    "tests/train/test_loop.py",
+    "tests/test_project.py",
+    "tests/bench/test_loss.py",
+    "tests/train/test_launch.py",
+    "tests/losses/test_memory.py",
+    "tests/losses/test_family.py",
+    "tests/grad_cache/test_memory.py",
+)
+"""Groups that start first, so that no worker is left with one of them at the end."""
+
+
+@functools.cache
+def group_of(file: str) -> str:
+    """What `pytest -n 2` runs on one worker: the tests of a file, and of all files that share the pools of ranks."""
+    text = (Path(__file__).parents[1] / file).read_text(encoding="utf-8")
+    return "ranks" if re.search(r"^from tests\.ranks import .*\bpool\b", text, re.MULTILINE) else file
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {group: place for place, group in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(group_of(item.nodeid.split("::")[0]), len(LONGEST)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep groups together. The marks of `--dist loadgroup` have no effect with pytest 9.2 and pytest-xdist 3.8."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):  # type: ignore[misc]  # without annotations
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid.split("::")[0])
+
+    config.option.loadscopereorder = False  # keep the order of the collection
+    return Groups(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

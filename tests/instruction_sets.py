@@ -16,11 +16,12 @@ import subprocess
 import sys
 
 FILES = [
-    *(
-        f"tests/test_{name}.py"
-        for name in ("lse", "losses", "family", "reference", "metrics", "stats", "pairs", "classes")
-    ),
-    *(f"tests/test_{name}.py" for name in ("reserve", "devices", "integrations", "grad_cache", "fuzz")),
+    "tests/test_reference.py",
+    "tests/test_metrics.py",
+    *(f"tests/engine/test_{name}.py" for name in ("autograd", "stats", "rule", "classes", "reserve")),
+    *(f"tests/losses/test_{name}.py" for name in ("losses", "family", "exact", "devices", "fuzz")),
+    "tests/grad_cache/test_cache.py",
+    "tests/integrations/test_integrations.py",
     "tests/engine/kernels/test_interpreted.py",
 ]
 
@@ -48,6 +49,8 @@ def run(name: str, arguments: list[str]) -> bool:
         "--no-header",
         "-p",
         "no:cacheprovider",
+        "--numprocesses=logical",
+        "--maxprocesses=4",
         "-m",
         "not slow",
         *arguments,

@@ -1,4 +1,4 @@
-"""Sessions of processes: who is in them, and how to wait for something without counting seconds in assertions."""
+"""Helpers for tests that start processes: list those of a session, and wait for a condition."""
 
 import time
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def members(session: int) -> list[int]:
-    """Processes of a session that still run."""
+    """The running processes of a session."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -18,8 +18,8 @@ def members(session: int) -> list[int]:
     return found
 
 
-def until(true: Callable[[], object], limit: float = 120.0) -> bool:
-    """Wait until something holds; whether it did within a time after which something is wrong."""
+def until(true: Callable[[], object], limit: float = 600.0) -> bool:
+    """Wait until a condition holds. Returns False if it does not within `limit` seconds."""
     deadline = time.monotonic() + limit
     while not true():
         if time.monotonic() > deadline:

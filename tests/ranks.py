@@ -3,8 +3,8 @@
     results = pool(3).run(function, *args)      # function(*args) on ranks 0, 1, 2 of a running group
     outcomes = fresh_group(2, function, ...)    # a group of its own, for tests that break it
 
-A function must be defined at the top of a module, as it travels to other processes by name. Pools are kept for the
-whole test session; a pool in which a test failed is replaced.
+A function must be defined at the top level of a module, because it is pickled by name. Pools are kept for the whole
+test session; a pool in which a test failed is replaced.
 """
 
 import contextlib
@@ -24,30 +24,33 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch._C._distributed_c10d import TCPStore
 
+READY = "ready"
+
 
 class Outcome(NamedTuple):
     """How a rank ended: its result, its traceback, or neither if it died or was killed at the time-out."""
 
     ok: bool
     result: Any
-    seconds: float
 
 
 def torchrun(world: int, folder: Path) -> list[str]:
-    """The words before `-m module` or a script that start it on so many processes."""
+    """The command that starts the `-m module` or script after it on `world` processes."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
 
 
 def accelerate_launch(world: int, folder: Path) -> list[str]:
-    """The same by accelerate, which on CPUs starts several processes through MPI, with a file of hosts in `folder`."""
+    """The same with accelerate, which uses MPI on CPUs and needs a file of hosts, written to `folder`."""
     hosts = folder / "hosts"
     hosts.write_text(f"localhost slots={world}\n")
-    options = f"--cpu --num_processes {world} --num_machines 1 --mpirun_hostfile {hosts}"
+    options = (
+        f"--cpu --num_processes {world} --num_machines 1 --mpirun_hostfile {hosts} --main_process_port {free_port()}"
+    )
     return [sys.executable, "-m", "accelerate.commands.launch", *options.split()]
 
 
 def launch_environment() -> dict[str, str]:
-    """One thread for each process; and MPI is found, and starts for root too."""
+    """One thread per process, MPI on the path, and MPI allowed to run as root."""
     as_root = {f"{name}_ALLOW_RUN_AS_ROOT{more}": "1" for name in ("OMPI", "PRTE") for more in ("", "_CONFIRM")}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return {**os.environ, **as_root, "PATH": path, "OMP_NUM_THREADS": "1"}
@@ -62,8 +65,8 @@ def free_port() -> int:
 def _serve(rank: int, world: int, port: int, timeout: float, pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
-    # On a busy machine ranks start far apart: a short time-out begins when all are there.
-    patient, limit = (datetime.timedelta(seconds=seconds) for seconds in (120, timeout))
+    # On a busy machine ranks start far apart: a short time-out applies only when all have started.
+    patient, limit = (datetime.timedelta(seconds=seconds) for seconds in (600, timeout))
     store = TCPStore("127.0.0.1", port, world, rank == 0, timeout=patient)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
     store.set_timeout(limit)
@@ -72,11 +75,12 @@ def _serve(rank: int, world: int, port: int, timeout: float, pipe: Connection) -
         if task is None:
             break
         function, args = task
-        start = time.monotonic()
+        pipe.send(READY)  # unpickling imported the function's module, which takes each rank a different time
+        pipe.recv()
         try:
-            outcome = Outcome(True, function(*args), time.monotonic() - start)
+            outcome = Outcome(True, function(*args))
         except BaseException:
-            outcome = Outcome(False, traceback.format_exc(), time.monotonic() - start)
+            outcome = Outcome(False, traceback.format_exc())
         pipe.send(outcome)
     with contextlib.suppress(RuntimeError):
         dist.destroy_process_group()
@@ -85,7 +89,7 @@ def _serve(rank: int, world: int, port: int, timeout: float, pipe: Connection) -
 class Pool:
     """`world` ranks that run one function after the other."""
 
-    def __init__(self, world: int, *, timeout: float = 240.0) -> None:
+    def __init__(self, world: int, *, timeout: float = 580.0) -> None:
         context, port = mp.get_context("spawn"), free_port()
         self.pipes, self.processes = [], []
         for rank in range(world):
@@ -98,11 +102,18 @@ class Pool:
         self.broken = False
 
     def outcomes(
-        self, function: Callable[..., Any], *args: Any, limit: float = 250.0, ranks: tuple[int, ...] | None = None
+        self, function: Callable[..., Any], *args: Any, limit: float = 600.0, ranks: tuple[int, ...] | None = None
     ) -> list[Outcome]:
-        """One outcome per rank, after at most `limit` seconds or when all of `ranks` have answered."""
+        """One outcome per rank, after at most `limit` seconds or when all of `ranks` have answered.
+
+        All ranks start together, so that a short time-out of the group measures the function only.
+        """
         for pipe in self.pipes:
             pipe.send((function, args))
+        for step in (Connection.recv, lambda pipe: pipe.send(READY)):
+            for pipe in self.pipes:
+                with contextlib.suppress(EOFError, OSError):  # a rank that died is reported below
+                    step(pipe)
         start = time.monotonic()
         found: dict[int, Outcome] = {}
         awaited = set(range(len(self.pipes)) if ranks is None else ranks)
@@ -112,8 +123,8 @@ class Pool:
                 try:
                     found[rank] = self.pipes[rank].recv()
                 except EOFError:
-                    found[rank] = Outcome(False, "the process died", time.monotonic() - start)
-        late = Outcome(False, "no answer in time", limit)
+                    found[rank] = Outcome(False, "the process died")
+        late = Outcome(False, "no answer in time")
         result = [found.get(rank, late) for rank in range(len(self.pipes))]
         self.broken = self.broken or not all(outcome.ok for outcome in result)
         return result
@@ -129,7 +140,7 @@ class Pool:
         for pipe, process in zip(self.pipes, self.processes, strict=True):
             with contextlib.suppress(OSError):
                 pipe.send(None)
-            process.join(0.1 if self.broken else 10)
+            process.join(0.1 if self.broken else 60)
             if process.is_alive():
                 process.kill()
                 process.join()

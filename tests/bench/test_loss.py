@@ -24,7 +24,7 @@ from contratile.cli.bench import EXTRA
 def shell(*words: str, prelude: str = "") -> "subprocess.CompletedProcess[str]":
     """The command line in a process of its own, after some Python that sets the scene."""
     code = f"import sys\n{prelude}\nfrom contratile.cli import main\nsys.exit(main({list(words)!r}))"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
 
 
 BLOCK_EXTRAS = f"""
@@ -190,7 +190,7 @@ with quiet():
 torch.testing.assert_close(value, truth, rtol=1e-5, atol=1e-6)
 torch.testing.assert_close(got, [x.grad for x in problem.features], rtol=1e-4, atol=1e-7)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 

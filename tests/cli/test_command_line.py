@@ -73,7 +73,7 @@ def test_warnings_cannot_act(monkeypatch: pytest.MonkeyPatch) -> None:
         "import warnings\nfrom contratile.cli import main, tiles\n"
         "tiles.tiles = lambda argv: warnings.warn('passed \\x1b[2Jover') or 0\nmain(['tiles'])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
     assert "passed over" in done.stderr and "\x1b" not in done.stderr
 
 
@@ -83,7 +83,7 @@ def test_a_reader_that_has_gone(words: list[str]) -> None:
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "contratile", *words]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=600, check=False)
     os.close(write)
     assert done.stderr == "" and done.returncode in (141, 0)  # argparse itself passes over it
 

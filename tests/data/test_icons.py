@@ -121,7 +121,7 @@ def test_several_processes_at_once(tmp_path: Path) -> None:
     words = [sys.executable, "-c", code, str(folder), str(tmp_path / "cache")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     runs = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
-    lines = [run.communicate(timeout=120)[0].split() for run in runs]
+    lines = [run.communicate(timeout=600)[0].split() for run in runs]
     assert all(run.returncode == 0 for run in runs)
     assert {line[0] for line in lines} == {"300"} and len({line[2] for line in lines}) == 1
     assert sorted(int(line[1]) for line in lines) == [0, 300]

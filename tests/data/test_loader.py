@@ -198,7 +198,7 @@ def test_reading_ahead_passes_items_and_errors_on_and_ends_when_left() -> None:
     assert list(islice(endless, 10)) == list(range(10))
     (reader,) = set(threading.enumerate()) - before
     del endless
-    reader.join(timeout=60)
+    reader.join(timeout=600)
     assert not reader.is_alive()
 
 

@@ -72,8 +72,8 @@ def test_names(tmp_path: Path) -> None:
 def test_names_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"shards: expected names with closed braces, got 'x\{1..3.tar' \(Unbalanced"):
         expand("x{1..3.tar")
-    with pytest.raises(ValueError, match=r"shards: expected at most 1,000,000 names, got '\{1..99999999\}.tar'"):
-        expand("{1..99999999}.tar")
+    with pytest.raises(ValueError, match=r"shards: expected at most 1,000,000 names, got '\{1..1000001\}.tar'"):
+        expand("{1..1000001}.tar")
 
 
 @pytest.mark.parametrize("form", ["file", "pipe", "gzip"])

@@ -31,7 +31,7 @@ def started(folder: Path, seconds: float) -> Any:
 def test_a_signal_to_the_group_leaves_the_workers(number: signal.Signals, tmp_path: Path) -> None:
     process = started(tmp_path, 0.01)
     os.killpg(process.pid, number)
-    said, errors = process.communicate(timeout=120)
+    said, errors = process.communicate(timeout=600)
     assert (process.returncode, said, errors) == (0, "one more\n", "")
     assert until(lambda: not members(process.pid))
 
@@ -39,7 +39,7 @@ def test_a_signal_to_the_group_leaves_the_workers(number: signal.Signals, tmp_pa
 def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     process = started(tmp_path, 1000)
     process.kill()
-    process.communicate(timeout=120)
+    process.communicate(timeout=600)
     assert until(lambda: not members(process.pid)), members(process.pid)
 
 
@@ -56,7 +56,7 @@ def test_a_second_interrupt_ends_a_run_whose_workers_are_stuck(tmp_path: Path) -
     os.killpg(process.pid, signal.SIGINT)
     assert not until(lambda: process.poll() is not None, 1.0), "the first one waits for the step under way"
     os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode != 0 and "KeyboardInterrupt" in errors and "DataLoader worker" not in errors
     assert until(lambda: not members(process.pid)), members(process.pid)
 
@@ -89,7 +89,7 @@ def test_a_worker_that_dies_is_told_in_a_line(tmp_path: Path) -> None:
     (tmp_path / "workers").mkdir()
     words = [sys.executable, str(tmp_path / "death.py"), str(tmp_path / "workers")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600, env=environment, check=False)
     assert done.stdout == "told", done.stderr
 
 

@@ -49,7 +49,7 @@ def fetch(folder: Path) -> None:
 
 def _run(*words: str, cwd: Path | None = None) -> str:
     try:
-        done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=200, check=True)
+        done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=600, check=True)
     except FileNotFoundError as error:
         raise NoBrowser(f"no chromium and no {words[0]}: install Chromium") from error
     except subprocess.CalledProcessError as error:
@@ -66,6 +66,6 @@ def screenshot(page: Path, picture: Path, *, dark: bool) -> None:
     offline = ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={picture.parent / 'profile'}"]
     words = [*command, *quiet, *offline, scheme, "--window-size=1200,2400", f"--screenshot={picture}", page.as_uri()]
     done = subprocess.run(
-        words, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120, check=False
+        words, env={**os.environ, **variables}, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0 and picture.exists(), done.stderr

@@ -100,7 +100,13 @@ def _tokenizer(folder: Path) -> Any:
 
 
 def small(table: Path, out: Path, **changes: Any) -> TrainConfig:
-    """Six steps of 32 pairs with a tiny model; `changes` are fields of any section, by their names."""
+    """Six steps of 32 pairs with a tiny model; `changes` are fields of any section, by their names.
+
+    It is evaluated and saved at its end only, which takes longer than a step: pass `eval_every` and `save_every` where
+    that matters.
+    """
+    steps = changes.get("steps", 6)
+    changes = {"eval_every": steps, "save_every": steps, **changes}
     config = from_dict(
         {
             "run": {"out": str(out), "batch": 32, "chunk": 10, "steps": 6, "cpu": True, "tensorboard": False},

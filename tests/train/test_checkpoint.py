@@ -352,7 +352,7 @@ def test_keep_does_not_count_damaged_ones(tmp_path: Path) -> None:
 def killed(mode: str, folder: Path) -> list[str]:
     words = [sys.executable, "-m", "tests.train.killed", mode, str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
 

@@ -27,7 +27,7 @@ from tests.train.runs import shapes, small
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run, by the command line."""
     folder = tmp_path_factory.mktemp("commands")
-    config = small(shapes(folder / "shapes"), folder / "unused")
+    config = small(shapes(folder / "shapes"), folder / "unused", eval_every=1, save_every=1)
     (folder / "recipe.toml").write_text(to_toml(config), encoding="utf-8")
     assert main(["train", "--config", str(folder / "recipe.toml"), "--out", str(folder / "run"), "--steps", "8"]) == 0
     return folder / "run"

@@ -135,7 +135,7 @@ def test_a_rank_that_is_gone_ends_the_others(number: str, tmp_path: Path) -> Non
         for rank in ("0", "1")
     ]
     try:
-        _, errors = ranks[1].communicate(timeout=200)
+        _, errors = ranks[1].communicate(timeout=600)
         assert ranks[1].returncode == 1, errors
         assert "contratile train: rank 1 of 2 waited in vain for another rank" in errors
         assert "resumes from the last checkpoint" in errors and "Traceback" not in errors
@@ -168,7 +168,7 @@ def test_a_signal_to_the_whole_group(launcher: tuple[str, ...], number: signal.S
         assert until(lambda: process.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") > 3))
         assert process.poll() is None, process.communicate()[1]
         os.killpg(process.pid, number)
-        _, errors = process.communicate(timeout=200)
+        _, errors = process.communicate(timeout=600)
     (stopped,) = re.findall(r"stopped at step (\d+); the same command continues from there", errors)
     assert (run / "checkpoints" / f"step-{int(stopped):08d}").is_dir()
     assert "DataLoader" not in errors and "Errno" not in errors

@@ -99,8 +99,8 @@ MUTATIONS = [
     Mutation("upstream factor forgotten in the keys", HOST, "dk.mul_(factor)", "dk.mul_(1.0)"),
     Mutation("chunks merged with too few parts", HOST,
              "yield _merge(into, col_parts, count,", "yield _merge(into, col_parts, 1,"),
-    Mutation("row statistics of the wrong chunk", HOST, "yield _merge([x[rows] for x in row]",
-             "yield _merge([x[: rows.stop - rows.start] for x in row]"),
+    Mutation("row statistics of the wrong chunk", HOST,
+             "row.total[rows])", "row.total[: rows.stop - rows.start])"),
 ]  # fmt: skip
 
 
