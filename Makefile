@@ -48,7 +48,7 @@ kernels: $(READY)
 	$(BIN)/python -m tests.engine.kernels.resources
 
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv out site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*

@@ -38,12 +38,13 @@ class CachedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
         - `MultipleNegativesRankingLoss` is faster if the whole batch fits into memory.
         - `CachedMultipleNegativesSymmetricRankingLoss` averages both directions.
 
+    The other arguments are those of `MultipleNegativesRankingLoss`.
+
     Args:
         mini_batch_size: Texts to encode at a time. Affects memory and speed, not the result.
         mini_batch_num_tokens: Tokens to encode at a time instead (sentence-transformers 6).
         show_progress_bar: Draw a progress bar (needs rich).
         offload: Where tokenized mini-batches are kept until the second pass: "none", "host" or "disk".
-        model, scale, ...: The other arguments are those of `MultipleNegativesRankingLoss`.
 
     Raises:
         ValueError: An option is invalid or not supported.
