@@ -58,7 +58,7 @@ def retrieval_metrics(
         R@k, mean and median rank (rounded down, as in open_clip) for both directions; all NaN if a feature is not
         finite. An item with several positives counts by the best of them; items without any are distractors.
 
-    Example:
+    Examples:
         >>> import torch, contratile as ct
         >>> x = torch.eye(16)
         >>> ct.retrieval_metrics(x, x, ks=(1,))["image_to_text_R@1"]
@@ -112,7 +112,7 @@ def zero_shot_metrics(
     Returns:
         {"zero_shot_top1": ..., "zero_shot_top5": ...}; NaN if a feature is not finite.
 
-    Example:
+    Examples:
         >>> import torch, contratile as ct
         >>> ct.zero_shot_metrics(torch.eye(4), torch.eye(4), torch.tensor([0, 1, 2, 0]), ks=(1,))
         {'zero_shot_top1': 0.75}
@@ -140,7 +140,7 @@ def nearest(query: Tensor, gallery: Tensor, k: int, *, tile: int = 16384) -> tup
     Returns:
         (scores [N, k] in descending order, indices [N, k] into the gallery).
 
-    Example:
+    Examples:
         >>> import torch, contratile as ct
         >>> scores, index = ct.nearest(torch.eye(3), torch.eye(3), 1)
         >>> index.flatten()

@@ -35,7 +35,7 @@ def printable(text: str, *, lines: bool = False) -> str:
     Returns:
         Text that a terminal shows literally. Undecodable bytes become U+FFFD.
 
-    Example:
+    Examples:
         >>> printable("red\\x1b[2J circle\\nERROR: disk full")
         'red circle ERROR: disk full'
     """

@@ -73,7 +73,7 @@ class Loader:
         ValueError: The source has fewer samples than a batch, or an argument is invalid. While iterating: too many
             samples are broken.
 
-    Example:
+    Examples:
         >>> from contratile.data import Loader, Sample
         >>> class Numbers:
         ...     name, kinds = "numbers", ("text", "text")

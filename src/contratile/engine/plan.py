@@ -152,7 +152,7 @@ def plan_tiles(
     Returns:
         The `TilePlan`; printing it shows the tiles and their workspace.
 
-    Example:
+    Examples:
         >>> import contratile as ct
         >>> print(ct.plan_tiles(100, 70, 8, tile=32))
         100 x 70 x 8 in 12 tiles of 32 x 32, workspace 0.0 MiB

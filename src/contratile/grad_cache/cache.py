@@ -71,7 +71,7 @@ class GradCache:
         ValueError: An option has an invalid value.
         TypeError: An encoder is not a module, a method of one, or a `functools.partial` of these.
 
-    Example:
+    Examples:
         >>> import torch, contratile as ct
         >>> image_encoder, text_encoder = torch.nn.Linear(8, 4), torch.nn.Linear(6, 4)
         >>> cache = ct.GradCache((image_encoder, text_encoder), ct.ClipLoss(), chunk_size=16)

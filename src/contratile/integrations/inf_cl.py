@@ -28,7 +28,7 @@ def cal_inf_loss(
     Returns:
         A scalar, the mean over this rank's queries.
 
-    Example:
+    Examples:
         >>> import torch
         >>> x = torch.eye(4)
         >>> cal_inf_loss(x, x, scale=10.0)

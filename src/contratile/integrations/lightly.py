@@ -36,7 +36,7 @@ class NTXentLoss(CheckedModule):
     Raises:
         ValueError: An option is invalid, or `cross_entropy` was replaced by something else.
 
-    Example:
+    Examples:
         >>> import torch
         >>> out0, out1 = torch.randn(16, 8, requires_grad=True), torch.randn(16, 8)
         >>> NTXentLoss(temperature=0.1)(out0, out1).backward()

@@ -42,7 +42,7 @@ class ClipLoss(CheckedModule):
     Raises:
         ValueError: `use_horovod` is set, or `world_size` is not the size of the process group.
 
-    Example:
+    Examples:
         >>> import torch
         >>> image, text = (torch.nn.functional.normalize(torch.randn(8, 4), dim=1) for _ in range(2))
         >>> ClipLoss()(image, text, torch.tensor(14.3), output_dict=True).keys()
@@ -115,7 +115,7 @@ class SigLipLoss(CheckedModule):
     Raises:
         ValueError: `dist_impl` is unknown, or `world_size` is not the size of the process group.
 
-    Example:
+    Examples:
         >>> import torch
         >>> image, text = (torch.nn.functional.normalize(torch.randn(8, 4), dim=1) for _ in range(2))
         >>> SigLipLoss()(image, text, torch.tensor(10.0), torch.tensor(-10.0)).shape
@@ -193,7 +193,7 @@ def install(trainer: ModuleType) -> None:
     Raises:
         ValueError: The module does not call `create_loss`, so that replacing it would have no effect.
 
-    Example:
+    Examples:
         >>> from open_clip_train import main as trainer          # doctest: +SKIP
         >>> install(trainer); trainer.main(arguments)            # doctest: +SKIP
     """

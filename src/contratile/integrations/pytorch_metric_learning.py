@@ -189,7 +189,7 @@ class NTXentLoss(_LabelLoss):
     Raises:
         ValueError: An option is not the package's default.
 
-    Example:
+    Examples:
         >>> import torch
         >>> embeddings = torch.randn(12, 8, requires_grad=True)
         >>> NTXentLoss()(embeddings, torch.arange(12) % 4).backward()
@@ -225,7 +225,7 @@ class SupConLoss(_LabelLoss):
     Raises:
         ValueError: An option is not the package's default.
 
-    Example:
+    Examples:
         >>> import torch
         >>> embeddings = torch.randn(12, 8, requires_grad=True)
         >>> SupConLoss()(embeddings, torch.arange(12) % 4).backward()

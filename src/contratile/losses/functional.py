@@ -91,7 +91,7 @@ def pair_lse(
         ValueError: A shape or an option cannot be used.
         TypeError: An argument has the wrong type, dtype or device.
 
-    Example:
+    Examples:
         >>> import torch, contratile as ct
         >>> row, col = ct.pair_lse(torch.randn(8, 4), torch.randn(6, 4), 2.0)
         >>> row.shape, col.shape
@@ -188,7 +188,7 @@ def clip_loss(
         ValueError: A shape, label or option cannot be used.
         TypeError: An argument has the wrong type, dtype or device.
 
-    Example:
+    Examples:
         >>> import torch, contratile as ct
         >>> image, text = (torch.nn.functional.normalize(torch.randn(1000, 64), dim=1) for _ in range(2))
         >>> loss = ct.clip_loss(image.requires_grad_(), text, 100.0)
@@ -296,7 +296,7 @@ def info_nce(
         ValueError: A shape, label or option cannot be used.
         TypeError: An argument has the wrong type, dtype or device.
 
-    Example:
+    Examples:
         >>> import torch, contratile as ct
         >>> query, key = torch.randn(100, 16), torch.randn(300, 16)
         >>> ct.info_nce(query, key, 0.5, labels=torch.arange(100) + 200, reduction="none").shape
@@ -389,7 +389,7 @@ def nt_xent(
         ValueError: A shape or an option cannot be used.
         TypeError: An argument has the wrong type, dtype or device.
 
-    Example:
+    Examples:
         >>> import torch, contratile as ct
         >>> z1, z2 = (torch.nn.functional.normalize(torch.randn(256, 32), dim=1) for _ in range(2))
         >>> loss, stats = ct.nt_xent(z1, z2, 0.5, return_stats=True)
@@ -475,7 +475,7 @@ def sup_con(
         ValueError: A shape or an option cannot be used.
         TypeError: An argument has the wrong type, dtype or device.
 
-    Example:
+    Examples:
         >>> import torch, contratile as ct
         >>> z = torch.nn.functional.normalize(torch.randn(256, 32), dim=1)
         >>> loss = ct.sup_con(z, torch.arange(256) % 10)
@@ -564,7 +564,7 @@ def siglip_loss(
         ValueError: A shape or an option cannot be used.
         TypeError: An argument has the wrong type, dtype or device.
 
-    Example:
+    Examples:
         >>> import torch, contratile as ct
         >>> image, text = (torch.nn.functional.normalize(torch.randn(256, 32), dim=1) for _ in range(2))
         >>> loss = ct.siglip_loss(image, text, 10.0, -10.0)

@@ -28,7 +28,7 @@ class MemoryQueue(nn.Module):
         dtype: Dtype of the stored keys.
         device: Device of the buffers.
 
-    Example:
+    Examples:
         >>> import torch, contratile as ct
         >>> queue = ct.MemoryQueue(4096, 16)
         >>> query, key = torch.randn(8, 16), torch.randn(8, 16)

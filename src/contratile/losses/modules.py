@@ -54,7 +54,7 @@ class ClipLoss(_Loss):
     tensors of the batch: ids, extra_keys, extra_ids, hard_negatives, hard_mask, weights. With `output_dict=True` it
     returns {"contrastive_loss": loss}, as in open_clip.
 
-    Example:
+    Examples:
         >>> import torch, contratile as ct
         >>> loss = ct.ClipLoss(label_smoothing=0.1)(torch.randn(8, 4), torch.randn(8, 4), 1.0)
     """
@@ -87,7 +87,7 @@ class InfoNCE(_Loss):
     Call: `loss(query, key, scale=None, labels=None, output_dict=False, **negatives)`, where `negatives` are tensors of
     the batch: ids, extra_keys, extra_ids, hard_negatives, hard_mask, weights.
 
-    Example:
+    Examples:
         >>> import torch, contratile as ct
         >>> loss = ct.InfoNCE(scale=2.0)(torch.randn(8, 4), torch.randn(12, 4))
     """
@@ -124,7 +124,7 @@ class NTXent(_Loss):
 
     Call: `loss(z1, z2, temperature=None, output_dict=False)`.
 
-    Example:
+    Examples:
         >>> import torch, contratile as ct
         >>> loss = ct.NTXent(0.5)(torch.randn(8, 4), torch.randn(8, 4))
     """
@@ -153,7 +153,7 @@ class SupCon(_Loss):
 
     Call: `loss(z, labels, temperature=None, output_dict=False)`.
 
-    Example:
+    Examples:
         >>> import torch, contratile as ct
         >>> loss = ct.SupCon(0.1)(torch.randn(8, 4), torch.arange(8) % 3)
     """
@@ -181,7 +181,7 @@ class SigLipLoss(_Loss):
 
     Call: `loss(image_features, text_features, logit_scale, logit_bias, output_dict=False)`.
 
-    Example:
+    Examples:
         >>> import torch, contratile as ct
         >>> loss = ct.SigLipLoss()(torch.randn(8, 4), torch.randn(8, 4), 10.0, -10.0)
     """

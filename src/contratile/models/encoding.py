@@ -67,7 +67,7 @@ def encode(
     Raises:
         ValueError: No sample could be read, or more than `broken_limit` could not.
 
-    Example:
+    Examples:
         >>> towers, config, _ = load_run(Path("runs/icons"))                     # doctest: +SKIP
         >>> held_out = encode(towers, open_source(config.data, "test"), chunk=256)    # doctest: +SKIP
     """

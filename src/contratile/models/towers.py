@@ -223,7 +223,7 @@ def build_towers(
         ValueError: The model cannot be loaded, or the options leave nothing to train.
         ImportError: The package that the towers come from is missing or broken.
 
-    Example:
+    Examples:
         >>> towers = build_towers(TowerConfig(width=32, depth=1), texts=["a red circle", "a blue square"])
         >>> towers.right(towers.right.prepare(["a blue circle"])).shape
         torch.Size([1, 32])

@@ -42,7 +42,7 @@ def search(
     Returns:
         For each query what was found, best first: captions, names, pictures, scores, and whether it was trained on.
 
-    Example:
+    Examples:
         >>> run = Path("runs/icons")                                               # doctest: +SKIP
         >>> gallery = load_gallery(run)                                            # doctest: +SKIP
         >>> towers = load_run(run, f"step-{gallery.step:08d}").towers              # doctest: +SKIP

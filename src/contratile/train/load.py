@@ -45,7 +45,7 @@ def load_run(run: Path, weights: str = "best", *, allow_pipe: bool = False) -> R
     Raises:
         ValueError: There is no such run or checkpoint, or it is damaged.
 
-    Example:
+    Examples:
         >>> towers, config, step = load_run(Path("runs/icons"))                    # doctest: +SKIP
         >>> features = towers.right(towers.right.prepare(["battery charging"]))    # doctest: +SKIP
     """

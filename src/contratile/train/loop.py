@@ -87,7 +87,7 @@ class Trainer:
     Raises:
         ValueError: The options do not fit the data, the machine or the checkpoint; the message names the option.
 
-    Example:
+    Examples:
         >>> trainer = Trainer(TrainConfig(run=RunConfig(out=Path("runs/icons"), steps=100)))    # doctest: +SKIP
         >>> outcome = trainer.run()                                                            # doctest: +SKIP
         >>> write_results(trainer, outcome)                                                    # doctest: +SKIP

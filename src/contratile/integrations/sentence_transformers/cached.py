@@ -49,7 +49,7 @@ class CachedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
     Raises:
         ValueError: An option is invalid or not supported.
 
-    Example:
+    Examples:
         >>> loss = CachedMultipleNegativesRankingLoss(model, mini_batch_size=64)           # doctest: +SKIP
         >>> SentenceTransformerTrainer(model, train_dataset=pairs, loss=loss).train()      # doctest: +SKIP
     """
@@ -176,7 +176,7 @@ class CachedMultipleNegativesSymmetricRankingLoss(CachedMultipleNegativesRanking
     Same as `CachedMultipleNegativesRankingLoss(model, directions=("query_to_doc", "doc_to_query"),
     partition_mode="per_direction")`; see there for requirements and arguments.
 
-    Example:
+    Examples:
         >>> loss = CachedMultipleNegativesSymmetricRankingLoss(model, mini_batch_size=64)   # doctest: +SKIP
     """
 

@@ -64,7 +64,7 @@ class MultipleNegativesRankingLoss(CheckedModule):
         ValueError: An option is invalid or not supported.
         TypeError: `similarity_fct` is another function.
 
-    Example:
+    Examples:
         >>> import torch
         >>> loss = MultipleNegativesRankingLoss(torch.nn.Identity())
         >>> query, positive = torch.randn(8, 4, requires_grad=True), torch.randn(8, 4)
@@ -195,7 +195,7 @@ class MultipleNegativesSymmetricRankingLoss(MultipleNegativesRankingLoss):
     Same as `MultipleNegativesRankingLoss(model, directions=("query_to_doc", "doc_to_query"),
     partition_mode="per_direction")`; see there for requirements and arguments.
 
-    Example:
+    Examples:
         >>> loss = MultipleNegativesSymmetricRankingLoss(model)                  # doctest: +SKIP
     """
 
