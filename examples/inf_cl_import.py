@@ -18,7 +18,7 @@ from torch.multiprocessing.spawn import spawn
 
 import contratile as ct
 from contratile.bench.before_after import print_table
-from contratile.bench.contestants.loss import Problem, backward, quiet
+from contratile.bench.contestants.loss import LossProblem, backward, quiet
 from contratile.integrations.inf_cl import cal_ring_loss  # was: from inf_cl import cal_ring_loss
 
 RANKS = 2
@@ -35,7 +35,7 @@ def on_rank(rank: int, folder: str, pairs: int) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    problem = Problem.make(pairs, 256, scale=14.3, seed=rank)
+    problem = LossProblem.make(pairs, 256, scale=14.3, seed=rank)
 
     steps = {
         "inf_cl": problem.bind(backward(partial(clip_loss, before))),

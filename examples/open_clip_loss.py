@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from contratile.bench.before_after import print_table
-from contratile.bench.contestants.loss import Problem, cure_torchvision, quiet
+from contratile.bench.contestants.loss import LossProblem, cure_torchvision, quiet
 from contratile.integrations import open_clip as after
 
 with quiet():
@@ -23,7 +23,7 @@ with quiet():
 
 def main(pairs: int = 3072, width: int = 256) -> None:
     torch.manual_seed(0)
-    problem = Problem.make(pairs, width, scale=14.3)
+    problem = LossProblem.make(pairs, width, scale=14.3)
     inputs = problem.args
     bias = torch.tensor(-10.0, requires_grad=True)
 

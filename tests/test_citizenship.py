@@ -373,7 +373,7 @@ def test_import_is_lazy() -> None:
 
 
 ORDER = (
-    "errors printable packages keywords host_memory reference ring engine losses grad_cache metrics integrations data "
+    "errors printable packages keywords host_memory machine reference ring engine losses grad_cache metrics integrations data "
     "models report train doctor bench cli __main__"
 ).split()
 

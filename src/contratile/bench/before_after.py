@@ -2,30 +2,29 @@
 
     print_table("8192 pairs", {"open_clip": step_1, "contratile": step_2})
 
-A step runs a loss and its backward and takes no arguments. Steps take turns and the best of `ROUNDS` counts; then
-each runs once more on a trimmed heap for the memory. Good for an example: recorded numbers come from
-`contratile bench loss`, which gives each point a process of its own. A step may be collective: every rank calls this,
-with the same steps, and one of them prints.
+A step runs a loss and its backward. Steps take turns and the best of `ROUNDS` counts; then each runs once more on a
+trimmed heap for the memory. This is meant for examples: recorded numbers come from `contratile bench loss`, which
+measures each point in a process of its own. A step may be collective: every rank then calls this with the same steps,
+and all but one pass `quiet=True`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from contratile.bench.harness import wall_time
+from contratile.bench.harness import Step, wall_time
 from contratile.bench.memory import MiB
 from contratile.host_memory import peak_growth
 
 ROUNDS = 3
-Step = Callable[[], object]
 
 
 def peak_mib(step: Step) -> float | None:
-    """Resident memory at its highest during a step, beyond what was resident before; None where Linux is missing."""
+    """Return by how many MiB resident memory grows during a step; None outside Linux."""
     growth = peak_growth(step)
     return None if growth is None else growth / MiB
 
 
 def print_table(title: str, steps: Mapping[str, Step], *, quiet: bool = False) -> None:
-    """Measure and, unless `quiet`, print a line per step."""
+    """Measure steps and, unless `quiet`, print one line for each."""
     times: dict[str, float] = dict.fromkeys(steps, float("inf"))
     for _ in range(ROUNDS):
         for name, step in steps.items():
