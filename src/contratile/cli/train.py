@@ -12,6 +12,7 @@ from contratile.cli.extras import TRAIN, missing, quiet_progress
 from contratile.cli.options import check_options, options_of
 from contratile.errors import bad_value
 from contratile.printable import printable
+from contratile.recipes import find_recipe, recipe_names
 
 if TYPE_CHECKING:
     from contratile.train.config import TrainConfig
@@ -62,15 +63,25 @@ def parse(argv: Sequence[str]) -> "TrainConfig":
     from contratile.train.config import TrainConfig, load_config
 
     first = argparse.ArgumentParser(prog="contratile train", add_help=False, allow_abbrev=False)
-    first.add_argument("--config", type=Path)
+    first.add_argument("--config")
     first.add_argument("--allow-pipe", action="store_true")
     known, rest = first.parse_known_args(list(argv))
     default = TrainConfig()
     check_options("train", rest, ["--config", "--allow-pipe", *options_of(default)])
     if known.config is not None:
-        default = load_config(known.config, allow_pipe=known.allow_pipe)
+        recipe = find_recipe(known.config)
+        default = load_config(recipe, allow_pipe=known.allow_pipe)
         if not any(word.partition("=")[0] == "--out" for word in rest):
+<<<<<<< HEAD
             check_out(default.run.out, known.config)
+=======
+            check_out(default.run.out, recipe)
+    about = (
+        "Train two encoders with a contrastive loss at any batch size. --config RECIPE sets many options at once: "
+        f"{', '.join(recipe_names())}, or a TOML file. --allow-pipe lets the data that a recipe names start programs "
+        "(pipe:COMMAND)."
+    )
+>>>>>>> da12d22 (A package that stands on its own: recipes by name, a lean demo extra, workflows, a complete sdist; plain words on the command line)
     return tyro.cli(
         TrainConfig,
         args=rest,
