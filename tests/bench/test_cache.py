@@ -104,3 +104,11 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         main(["bench", "cache", "--help"])
     said = capsys.readouterr().out
     assert stop.value.code == 0 and "--chunk" in said and "grad_cache" in said
+
+
+def test_options_of_other_benchmarks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """The scale is fixed here, so there is no option for it."""
+    pytest.importorskip("tyro")
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "cache", "--scale", "3"])
+    assert stop.value.code == 2 and "unknown option --scale" in capsys.readouterr().err
