@@ -81,10 +81,10 @@ def test_the_core_alone(clean: Path, tmp_path: Path) -> None:
     assert "contratile train" in run(clean / "contratile", "--help", cwd=tmp_path)
     loss = (
         "import torch, contratile as ct; x = torch.nn.functional.normalize(torch.randn(100, 16)).requires_grad_();"
-        "loss = ct.clip_loss(x, x, 10.0); loss.backward(); print(float(loss), ct.__file__)"
+        "loss = ct.clip_loss(x, x, 10.0); loss.backward(); print('loss', float(loss), 'of', ct.__file__)"
     )
-    value, place = run(clean / "python", "-c", loss, cwd=tmp_path).split()[-2:]
-    assert float(value) > 0 and str(clean.parent) in place
+    found = re.search(r"^loss (\S+) of (\S+)$", run(clean / "python", "-c", loss, cwd=tmp_path), re.M)
+    assert found and float(found[1]) > 0 and str(clean.parent) in found[2]
     assert "verdict: healthy" in run(clean / "contratile", "doctor", "--quick", "--device", "cpu", cwd=tmp_path)
     told = run(clean / "contratile", "train", "--config", "icons", cwd=tmp_path, code=1)
     assert 'pip install "contratile[train]"' in told
