@@ -72,16 +72,7 @@ def parse(argv: Sequence[str]) -> "TrainConfig":
         recipe = find_recipe(known.config)
         default = load_config(recipe, allow_pipe=known.allow_pipe)
         if not any(word.partition("=")[0] == "--out" for word in rest):
-<<<<<<< HEAD
-            check_out(default.run.out, known.config)
-=======
             check_out(default.run.out, recipe)
-    about = (
-        "Train two encoders with a contrastive loss at any batch size. --config RECIPE sets many options at once: "
-        f"{', '.join(recipe_names())}, or a TOML file. --allow-pipe lets the data that a recipe names start programs "
-        "(pipe:COMMAND)."
-    )
->>>>>>> da12d22 (A package that stands on its own: recipes by name, a lean demo extra, workflows, a complete sdist; plain words on the command line)
     return tyro.cli(
         TrainConfig,
         args=rest,
@@ -102,9 +93,11 @@ ABOUT = "\n\n".join(
         "Data: built-in icons, a table (pairs.csv with a column of image paths or texts and a column of texts), "
         "webdataset shards, or a dataset of the Hugging Face hub. A tenth is held out for evaluation unless "
         "--test-data is given.",
-        "A recipe (--config RECIPE.toml) sets many options at once; options on the command line override it. With "
-        "--allow-pipe the data that a recipe names may start programs (pipe:COMMAND).",
+        f"A recipe (--config RECIPE) sets many options at once: {', '.join(recipe_names())}, or a TOML file. "
+        "Options on the command line override it. With --allow-pipe the data that a recipe names may start programs "
+        "(pipe:COMMAND).",
         "Examples:\n"
+        "  contratile train --config icons --out runs/icons\n"
         "  contratile train --data pairs.csv --batch 8192 --steps 1000 --out runs/mine\n"
         "  contratile train --data pairs.csv --towers open_clip:ViT-B-32:laion2b_s34b_b79k --out runs/tuned\n"
         '  torchrun --nproc-per-node 8 -m contratile train --data "shards/{0000..0999}.tar" --steps 5000',
