@@ -372,10 +372,20 @@ def test_import_is_lazy() -> None:
     assert done.stdout.split() == []
 
 
-ORDER = (
-    "errors printable packages keywords host_memory reference ring engine losses grad_cache metrics integrations data "
-    "models report train doctor bench cli __main__"
-).split()
+def _layers() -> list[str]:
+    """The list in CONTRIBUTING.md: the first word of each line."""
+    page = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    block = page.split("## Layers")[1].split("```text\n")[1].split("```")[0]
+    return [line.split()[0] for line in block.splitlines()]
+
+
+ORDER = _layers()
+
+
+def test_every_layer_exists() -> None:
+    root = Path(ct.__file__).parent
+    here = {path.stem for path in root.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert sorted(ORDER) == sorted(here - {"__init__"})
 
 
 def test_imports_point_upward() -> None:

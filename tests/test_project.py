@@ -157,6 +157,61 @@ def test_ci_runs_make_test() -> None:
     assert (ROOT / ".ci/run").read_text().rstrip().endswith("make test")
 
 
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_call_what_exists(path: Path) -> None:
+    """They cannot run here: they are valid, every command is a make target, and every file they name is there."""
+    yaml = pytest.importorskip("yaml")
+    workflow = yaml.safe_load(path.read_text())
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert workflow["name"] and workflow["permissions"] == {"contents": "read"}
+    assert workflow[True]  # YAML takes the key "on" for a boolean
+    for job in workflow["jobs"].values():
+        assert job["runs-on"] == "ubuntu-latest" and job["timeout-minutes"] > 0
+        commands = [step["run"].split() for step in job["steps"] if "run" in step]
+        assert commands and all(words[0] == "make" and words[1] in targets for words in commands)
+        for step in job["steps"]:
+            assert ("run" in step) != bool(re.fullmatch(r"actions/[a-z-]+@v\d+", step.get("uses", "")))
+            named = step.get("with", {}).get("cache-dependency-path")
+            assert named is None or (ROOT / named).is_file()
+
+
+def test_workflows_cover_oldest_and_newest() -> None:
+    """The oldest Python and torch of pyproject.toml, and the torch of constraints.txt; everything at night."""
+    yaml = pytest.importorskip("yaml")
+    jobs = {path.stem: yaml.safe_load(path.read_text())["jobs"] for path in WORKFLOWS}
+    project = (ROOT / "pyproject.toml").read_text()
+    python, torch = (re.search(text, project) for text in (r'requires-python = ">=([\d.]+)"', r'"torch>=([\d.]+)"'))
+    newest = re.search(r"^torch==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert python and torch and newest
+    matrix = jobs["ci"]["core"]["strategy"]["matrix"]["include"]
+    assert {"python": python[1], "torch": f"{torch[1]}.0"} in matrix
+    assert newest[1] in {entry["torch"] for entry in matrix}
+    assert [step["run"] for step in jobs["ci"]["checks"]["steps"] if "run" in step] == ["make lint", "make types"]
+    assert "make test-all" in [step.get("run") for step in jobs["nightly"]["everything"]["steps"]]
+
+
+def test_core_tests_exist() -> None:
+    """Those that `make test-core` names."""
+    listed = re.search(r"^CORE_TESTS := (.*?[^\\])$", (ROOT / "Makefile").read_text(), re.MULTILINE | re.DOTALL)
+    assert listed
+    for pattern in listed[1].replace("\\\n", " ").split():
+        assert list(ROOT.glob(pattern)), pattern
+
+
+def test_the_demo_installs_no_more_than_it_needs() -> None:
+    """It has a stamp of its own and neither peers, kernels nor linters."""
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(r"^demo: \$\(DEMO\)\n.*--config icons ", makefile, re.MULTILINE)
+    assert '--editable ".[demo]"' in makefile and '--editable ".[dev]"' in makefile
+    extras = dict(re.findall(r"^(\w+) = (\[.*?\])$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL))
+    assert "contratile[tiny]" in extras["demo"]
+    others = "transformers datasets open_clip triton ruff mypy pytest matplotlib [train]".split()
+    assert [name for name in others if name in extras["demo"] + extras["tiny"]] == []
+
+
 def test_every_public_name_is_documented() -> None:
     pages = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
     public = [name for name, value in vars(ct).items() if callable(value) and not name.startswith("_")]

@@ -28,7 +28,7 @@ from contratile.metrics import nearest as nearest
 from contratile.metrics import retrieval_metrics as retrieval_metrics
 from contratile.metrics import zero_shot_metrics as zero_shot_metrics
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if not _TYPE_CHECKING:  # type checkers know which names there are
 

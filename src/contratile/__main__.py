@@ -1,4 +1,4 @@
-"""`python -m contratile` is the command `contratile`; torchrun and accelerate start it so."""
+"""`python -m contratile` is the command `contratile`; torchrun and accelerate use it."""
 
 import sys
 

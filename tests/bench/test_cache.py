@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from contratile.bench.cache import QUICK, CacheConfig
-from contratile.bench.contestants.cache import CONTESTANTS, Problem, predicted_bytes
+from contratile.bench.cache import BENCH, CacheBenchConfig
+from contratile.bench.contestants.cache import CACHE_CONTESTANTS, CacheProblem
 from contratile.bench.plots import draw
 from contratile.bench.rows import CacheRow, Recording, load, save
 from contratile.cli import main
@@ -67,14 +67,14 @@ def test_plots_take_gaps(tmp_path: Path) -> None:
 
 @pytest.mark.peers
 @pytest.mark.filterwarnings("ignore")  # of the packages
-@pytest.mark.parametrize("name", CONTESTANTS)
+@pytest.mark.parametrize("name", CACHE_CONTESTANTS)
 def test_contestants_agree(name: str) -> None:
     """With dropout those that work in chunks, in whose order they all draw; without it plain training as well."""
     found = []
     for contestant in (name, "contratile"):
-        problem = Problem(11, 4, width=32, layers=1, dropout=0.0 if name == "plain" else 0.1)
+        problem = CacheProblem(11, 4, width=32, layers=1, dropout=0.0 if name == "plain" else 0.1)
         torch.manual_seed(3)
-        step = CONTESTANTS[contestant](problem)
+        step = CACHE_CONTESTANTS[contestant].load(problem)
         torch.manual_seed(3)
         found.append((step().item(), [p.grad for p in problem.parameters]))
         assert (step.loss_seconds < float("inf")) == (contestant != "plain")
@@ -83,15 +83,19 @@ def test_contestants_agree(name: str) -> None:
 
 
 def test_predictions() -> None:
-    assert predicted_bytes("plain", 2048, width=128, layers=4) > 2 * predicted_bytes("plain", 1024, width=128, layers=4)
-    assert predicted_bytes("contratile", 1 << 20, width=128, layers=4) == 0
-    assert set(QUICK.contestants) == set(CONTESTANTS)
+    def predicted(name: str, n: int) -> float:
+        return CACHE_CONTESTANTS[name].predicted_bytes(n, width=128, layers=4)
+
+    assert predicted("plain", 2048) > 2 * predicted("plain", 1024) > 0
+    assert predicted("grad_cache", 2048) == 12 * 2048**2
+    assert predicted("contratile", 1 << 20) == 0
+    assert set(BENCH.quick.contestants) == set(CACHE_CONTESTANTS)
 
 
 @pytest.mark.parametrize("changes", [{"chunk": 0}, {"layers": 0}, {"sizes": (0,)}])
 def test_bad_configs_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(changes))):
-        CacheConfig(**changes)
+        CacheBenchConfig(**changes)
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,3 +104,11 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         main(["bench", "cache", "--help"])
     said = capsys.readouterr().out
     assert stop.value.code == 0 and "--chunk" in said and "grad_cache" in said
+
+
+def test_options_of_other_benchmarks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """The scale is fixed here, so there is no option for it."""
+    pytest.importorskip("tyro")
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "cache", "--scale", "3"])
+    assert stop.value.code == 2 and "unknown option --scale" in capsys.readouterr().err

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from contratile.bench.contestants.family import CASES, FAMILY
-from contratile.bench.contestants.loss import Case, Contestant, quiet
-from contratile.bench.family import CONTESTANTS, LOSSES, QUICK, FamilyConfig
+from contratile.bench.contestants.loss import Case, LossContestant, quiet
+from contratile.bench.family import BENCH, FAMILY_CONTESTANTS, LOSSES, FamilyBenchConfig
 from contratile.bench.plots import draw
 from contratile.bench.rows import FamilyRow, Recording, load, save
 from contratile.cli import main
@@ -102,7 +102,7 @@ def test_rows_survive_the_disk_and_plots_take_gaps(tmp_path: Path) -> None:
 @pytest.mark.peers
 @pytest.mark.filterwarnings("ignore")  # of the packages
 @pytest.mark.parametrize(("case", "contestant"), EVERYBODY)
-def test_contestants_agree_with_the_reference(case: Case, contestant: Contestant) -> None:
+def test_contestants_agree_with_the_reference(case: Case, contestant: LossContestant) -> None:
     problem = case.problem(N, D, scale=14.3)
     exact = problem.double()
     with quiet():
@@ -128,16 +128,16 @@ def test_options_have_something_to_do() -> None:
 
 def test_every_contestant_has_a_loss() -> None:
     for loss in LOSSES:
-        names = FamilyConfig().contestants_of(loss)
+        names = FamilyBenchConfig().contestants_of(loss)
         assert set(names) == set(CASES[loss].contestants) and {"contratile", "contratile_cached", "dense"} < set(names)
         assert any(CASES[loss].contestants[name].package for name in names)
-    assert set(QUICK.contestants) < set(CONTESTANTS) and set(QUICK.losses) < set(LOSSES)
+    assert set(BENCH.quick.contestants) < set(FAMILY_CONTESTANTS) and set(BENCH.quick.losses) < set(LOSSES)
 
 
 @pytest.mark.parametrize(("changes", "said"), [({"losses": ("triplet",)}, "triplet"), ({"losses": ()}, "losses")])
 def test_bad_configs_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        FamilyConfig(**changes)
+        FamilyBenchConfig(**changes)
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 import contratile
+from contratile import machine
 from contratile.bench import harness, memory
 from contratile.bench.contestants import loss as cases
-from contratile.bench.loss import LossConfig, run
+from contratile.bench.loss import BENCH, LossBenchConfig, LossSeries
 from contratile.bench.plots import draw
 from contratile.bench.rows import LossRow, Recording, load, save
+from contratile.bench.runner import Measured, run
 from contratile.cli import COMMANDS, main
 from contratile.cli.bench import EXTRA
 
@@ -145,7 +147,11 @@ def test_everybody_is_compared_with_the_best_limit_of_all_turns() -> None:
     steps = {"first": lambda: None, "second": lambda: None}
     timings = harness.interleave(steps, harness.GemmLimit(8, 4), rounds=1, clock=lambda step: next(seconds))
     assert [timing.limit for timing in timings.values()] == [2.0, 2.0]
-    assert [timing.percent_of_limit for timing in timings.values()] == [20.0, 40.0]
+    measured = [Measured() for _ in steps]
+    for found, turns in zip(measured, timings.values(), strict=True):
+        found.add(turns)
+    assert [found.columns(None)["percent_of_limit"] for found in measured] == [20.0, 40.0]
+    assert measured[1].columns(measured[0])["ratio_to_contratile"] == 0.5
 
 
 def test_a_contestant_that_fails_is_out_with_its_reason() -> None:
@@ -160,18 +166,19 @@ def test_a_contestant_that_fails_is_out_with_its_reason() -> None:
 
 
 def test_what_does_not_fit_is_predicted_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "memory_bytes", lambda entry: harness.GiB)
-    peak = memory.measure(cases.CLIP, "dense", 32768, 64, scale=1.0, threads=1, timeout=1)
+    monkeypatch.setattr(memory, "memory_bytes", lambda entry: machine.GiB)
+    monkeypatch.setattr(memory, "point", None)
+    peak = LossSeries(LossBenchConfig(), cases.CLIP, ("dense",), 64).peak("dense", 32768)
     assert peak.status.startswith("out of memory (predicted 16.") and peak.mib is None
-    assert memory.no_room(cases.CONTESTANTS["contratile"].predicted_bytes(32768, 64)) is None
+    assert memory.no_room(cases.LOSS_CONTESTANTS["contratile"].predicted_bytes(32768, 64)) is None
 
 
 def test_contestants_of_this_package_agree_with_the_reference() -> None:
-    problem = cases.Problem.make(70, 8, scale=5.0)
+    problem = cases.LossProblem.make(70, 8, scale=5.0)
     truth = contratile.reference.clip_loss(*problem.args).item()
     for name in ("contratile", "contratile_cached", "dense"):
         problem.clear()
-        value = cases.CONTESTANTS[name].load()(*problem.args)
+        value = cases.LOSS_CONTESTANTS[name].load()(*problem.args)
         assert value.item() == pytest.approx(truth, rel=1e-5)
         assert all(leaf.grad is not None for leaf in problem.args)
 
@@ -182,11 +189,11 @@ def test_peers_compute_the_same_loss(name: str) -> None:
     code = f"""
 from contratile.bench.contestants.loss import *
 with quiet():
-    problem = Problem.make(100, 256, scale=14.3)
-    value = CONTESTANTS[{name!r}].load()(*problem.args)
+    problem = LossProblem.make(100, 256, scale=14.3)
+    value = LOSS_CONTESTANTS[{name!r}].load()(*problem.args)
     got = [x.grad for x in problem.features]
     problem.clear()
-    truth = CONTESTANTS["dense"].load()(*problem.args)
+    truth = LOSS_CONTESTANTS["dense"].load()(*problem.args)
 torch.testing.assert_close(value, truth, rtol=1e-5, atol=1e-6)
 torch.testing.assert_close(got, [x.grad for x in problem.features], rtol=1e-4, atol=1e-7)
 """
@@ -200,7 +207,7 @@ torch.testing.assert_close(got, [x.grad for x in problem.features], rtol=1e-4, a
 )
 def test_bad_configs_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        LossConfig(**changes)
+        LossBenchConfig(**changes)
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,7 +248,7 @@ def test_the_core_alone_has_help_and_says_what_to_install() -> None:
 
 
 def test_a_run_that_is_broken_off_leaves_its_rows(tmp_path: Path) -> None:
-    config = LossConfig(
+    config = LossBenchConfig(
         sizes=(32, 64), memory_sizes=(), dims=(8,), contestants=("dense", "nobody"), rounds=1, threads=1
     )
 
@@ -251,6 +258,6 @@ def test_a_run_that_is_broken_off_leaves_its_rows(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(config, command="x", keep=keep)
+        run(BENCH, config, command="x", keep=keep)
     left = load(tmp_path / "loss.json")
     assert [(row.contestant, row.n) for row in left.rows] == [("dense", 32), ("nobody", 32), ("dense", 64)]

@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contratile.bench import harness, launch, memory, ring
-from contratile.bench.contestants.loss import Problem, quiet
+from contratile import machine
+from contratile.bench import launch, memory, ring
+from contratile.bench.contestants.loss import LossProblem, quiet
 from contratile.bench.contestants.ring import RING_CONTESTANTS
 from contratile.bench.plots import draw
-from contratile.bench.ring import RingConfig, run
+from contratile.bench.ring import BENCH, RingBenchConfig
 from contratile.bench.rows import Recording, RingRow, load, save
+from contratile.bench.runner import run
 from contratile.bench.traffic import bytes_sent
 from contratile.cli import main
 from contratile.cli.bench import EXTRA
@@ -128,7 +130,7 @@ def steps(names: tuple[str, ...]) -> list[tuple[Tensor, ...]]:
     answers = []
     with quiet():
         for name in names:
-            problem = Problem.make(9, 24, scale=5.0, seed=dist.get_rank())
+            problem = LossProblem.make(9, 24, scale=5.0, seed=dist.get_rank())
             value = RING_CONTESTANTS[name].load()(*problem.args).clone()
             dist.all_reduce(value)
             grads = (x.grad for x in problem.features)
@@ -190,11 +192,11 @@ def test_one_that_fails_on_one_rank_is_a_row_and_the_others_go_on(
     (tmp_path / "open_clip/loss.py").write_text("def ClipLoss(**modes): ...")  # the other rank loads it and waits
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
     monkeypatch.setattr(ring, "version", lambda package: "1.0")
-    config = RingConfig(
+    config = RingBenchConfig(
         worlds=(2,), batches=(), memory_batches=(N,), dims=(D,), contestants=("open_clip", *others), rounds=1
     )
     heard: list[str] = []
-    rows = {row.contestant: row for row in run(config, command="x", notify=heard.append).rows}
+    rows = {row.contestant: row for row in run(BENCH, config, command="x", notify=heard.append).rows}
     assert rows["open_clip"].status == said and rows["open_clip"].peak_extra_mib is None
     for name in others:
         assert not LINUX or (rows[name].status == "memory only" and rows[name].peak_extra_mib is not None)
@@ -211,12 +213,14 @@ def test_ranks_that_say_nothing_or_cannot_start_are_ended() -> None:
 
 
 def test_what_does_not_fit_is_predicted_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "memory_bytes", lambda entry: 6 * harness.GiB)
-    config = RingConfig(worlds=(4,), batches=(16384,), memory_batches=(), contestants=("open_clip", "open_clip_grad"))
+    monkeypatch.setattr(memory, "memory_bytes", lambda entry: 6 * machine.GiB)
+    config = RingBenchConfig(
+        worlds=(4,), batches=(16384,), memory_batches=(), contestants=("open_clip", "open_clip_grad")
+    )
     monkeypatch.setattr(ring, "version", lambda package: "1.0")
-    rows = run(config, command="x").rows
+    rows = run(BENCH, config, command="x").rows
     assert all(row.status.startswith("out of memory (predicted 1") for row in rows)
-    ranks = ring._Ranks(config, 4, 512, lambda text: None)
+    ranks = ring.RingSeries(config, 4, 512)
     assert ranks.obstacle("contratile", 16384) is None
     ranks.pace["contratile"] = 1e-6
     assert ranks.obstacle("contratile", 16384) == "skipped (a step would take about 268 s)"
@@ -236,7 +240,7 @@ def test_what_does_not_fit_is_predicted_not_tried(monkeypatch: pytest.MonkeyPatc
 )
 def test_bad_configs_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        RingConfig(**changes)
+        RingBenchConfig(**changes)
 
 
 def test_bad_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

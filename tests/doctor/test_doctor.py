@@ -10,7 +10,7 @@ import torch
 
 import contratile
 from contratile.cli import main
-from contratile.doctor import checkup
+from contratile.doctor import accuracy, checkup
 from contratile.engine.backends import torch_tiles
 from contratile.losses import functional
 from contratile.packages import BrokenPackage
@@ -26,7 +26,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> list[BrokenPackage]:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkup, "LOSSES", {name: checkup.LOSSES[name] for name in ("clip_loss", "nt_xent")})
+    monkeypatch.setattr(checkup, "LOSSES", {name: accuracy.LOSSES[name] for name in ("clip_loss", "nt_xent")})
     monkeypatch.setattr(checkup, "all_devices", lambda: [torch.device("cpu")])
 
 

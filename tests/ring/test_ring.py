@@ -336,10 +336,10 @@ def test_gradient_accumulation_without_synchronisation() -> None:
 
 
 def open_clip_gradients(sizes: tuple[int, ...], local_loss: bool, gather_with_grad: bool) -> list[Tensor]:
-    from contratile.bench.contestants.loss import CONTESTANTS, quiet
+    from contratile.bench.contestants.loss import LOSS_CONTESTANTS, quiet
 
     with quiet():
-        CONTESTANTS["open_clip"].load()  # makes the package importable beside a CPU build of torch
+        LOSS_CONTESTANTS["open_clip"].load()  # makes the package importable beside a CPU build of torch
         from open_clip.loss import ClipLoss
 
         model = Towers()

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from contratile.recipes import find_recipe, recipe_names
 from contratile.train.config import TrainConfig, load_config, to_toml
 from contratile.train.loop import Trainer
 from tests.train.runs import shapes, small
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+RECIPES = [find_recipe(name) for name in recipe_names()]
 
 
 def test_a_saved_config_gives_itself_again(tmp_path: Path) -> None:

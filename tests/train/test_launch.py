@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from contratile.cli import main
+from contratile.recipes import find_recipe, recipe_names
 from contratile.train.config import to_toml
 from contratile.train.launch import processes_started
 from contratile.train.loop import Trainer
@@ -25,7 +26,7 @@ COMMAND = re.compile(r"^[# ]*((?:torchrun|accelerate launch)\b.* -m contratile t
 
 def documented() -> list[str]:
     """All commands by which the documentation starts several processes."""
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").glob("*.toml")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *map(find_recipe, recipe_names())]
     found = [command for page in sorted(pages) for command in COMMAND.findall(page.read_text(encoding="utf-8"))]
     return list(dict.fromkeys(found))
 
@@ -73,7 +74,7 @@ def test_documented_commands(command: str, processes: int, tmp_path: Path) -> No
     if processes:
         words[words.index("--nproc-per-node") + 1] = str(processes)
     table, run = shapes(tmp_path / "shapes"), tmp_path / "run"
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / "recipes").symlink_to(find_recipe("icons").parent)
     environment = {name: value for name, value in launch_environment().items() if name != "WORLD_SIZE"}
     words += tiny(table, run)
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

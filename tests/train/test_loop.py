@@ -19,6 +19,7 @@ from torch import Tensor
 import contratile as ct
 from contratile.losses import normalized
 from contratile.models import towers
+from contratile.recipes import find_recipe
 from contratile.report.tracking import history
 from contratile.train import checkpoint
 from contratile.train.config import load_config, to_toml
@@ -106,7 +107,7 @@ def test_dense_and_tiled_train_the_same(table: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_dense_and_tiled_train_the_same_on_icons(tmp_path: Path) -> None:
     """The recipe of the demo with smaller towers, batches and rate: at its own rate rounding grows to 2e-4."""
-    recipe = load_config(Path(__file__).parents[2] / "recipes" / "icons.toml")
+    recipe = load_config(find_recipe("icons"))
     metrics = []
     for backend in ("dense", "torch"):
         config = replace(

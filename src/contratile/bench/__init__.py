@@ -1,1 +1,5 @@
-"""What `contratile bench` runs: contestants, a harness that is fair to them, recorded rows and their plots."""
+"""The benchmarks behind `contratile bench`.
+
+`runner` is the loop that all of them share. `loss`, `family`, `ring` and `cache` say what is measured, `contestants`
+who is compared, `rows` what is recorded, and `plots` draws it.
+"""

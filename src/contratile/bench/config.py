@@ -1,4 +1,4 @@
-"""The options that all benchmarks share."""
+"""The options that benchmarks share."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,39 +8,66 @@ from contratile.errors import bad_value, check_count
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """What is measured, of whom, and how often. Options of the command line are these fields."""
+    """Options of every benchmark. The command line is made from these fields."""
 
     contestants: tuple[str, ...]
-    """Who takes part."""
+    """Which implementations to compare."""
 
     dims: tuple[int, ...] = (512,)
     """Feature sizes D."""
 
     rounds: int
-    """Turns of each contestant at each size."""
-
-    scale: float = 14.3
-    """Factor on the scores (the inverse temperature)."""
+    """How often each contestant is timed at each size."""
 
     threads: int
-    """Threads of torch."""
+    """Number of torch threads."""
 
     patience: float = 60.0
-    """Seconds: a step that is predicted, from smaller sizes, to take longer is skipped."""
+    """Skip steps that are expected, from smaller sizes, to take longer than this many seconds."""
 
     out: Path
     """Folder for the results."""
 
     quick: bool = False
-    """Smaller defaults, done in two minutes; other options still apply on top."""
+    """Start from smaller defaults that finish in about two minutes; other options still apply."""
 
     def __post_init__(self) -> None:
         for d in self.dims:
             check_count("dims", d, least=1)
         check_count("rounds", self.rounds, least=1)
         check_count("threads", self.threads, least=1)
-        if not self.scale > 0:
-            bad_value("scale", expected="a positive number", got=self.scale, remedy="CLIP starts at 14.3.")
         for name in ("dims", "contestants"):
             if not getattr(self, name):
                 bad_value(name, expected="at least one", got="none", remedy="Leave it out for the default.")
+
+    @property
+    def all_sizes(self) -> list[int]:
+        """Batch sizes at which anything is measured, ascending."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalConfig(BenchConfig):
+    """Options of a benchmark in one process."""
+
+    sizes: tuple[int, ...]
+    """Batch sizes N to time."""
+
+    memory_sizes: tuple[int, ...]
+    """Batch sizes N to measure peak memory at; may be larger than those that are timed."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("sizes", "memory_sizes"):
+            for value in getattr(self, name):
+                check_count(name, value, least=1)
+
+    @property
+    def all_sizes(self) -> list[int]:
+        return sorted({*self.sizes, *self.memory_sizes})
+
+
+def check_scale(scale: float) -> None:
+    """Raise ValueError unless the scale is positive."""
+    if not scale > 0:
+        bad_value("scale", expected="a positive number", got=scale, remedy="CLIP starts at 14.3.")

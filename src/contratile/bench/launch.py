@@ -1,9 +1,9 @@
-"""Ranks on this machine: started together, heard line by line, and ended together.
+"""Start ranks on this machine, listen to them, and end them together.
 
-    end = launch(4, ["--batch", "1024"], threads=1, silence=600, hear=print)      # None, or why they did not finish
+    failure = launch(4, ["--batch", "1024"], threads=1, silence=600, hear=print)      # None if all finished
 
-Every rank is a process of `contratile.bench.ring_rank`. They share one standard output, on which they say JSON
-objects, a line each; other lines are ignored. A rank that fails, dies or keeps silent for too long ends them all.
+Every rank is a process of `contratile.bench.ring_rank`. They share one standard output and write JSON objects to it,
+one per line; other lines are ignored. If a rank fails, dies or is silent for too long, all of them are ended.
 """
 
 import json
@@ -19,18 +19,30 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from contratile.bench.memory import KILLED
+
 Event = dict[str, Any]
 POLL = 0.5
-"""Seconds between looks at the ranks while they say nothing."""
+"""Seconds between checks of ranks that are silent."""
 GRACE = 10.0
-"""Seconds that a rank may take to leave after the last word."""
-KILLED = "out of memory (killed by the system)"
+"""Seconds that a rank may take to exit after the last event."""
 
 
 def launch(
     world: int, words: Sequence[str], *, threads: int, silence: float, hear: Callable[[Event], None]
 ) -> str | None:
-    """Run ranks to their end, None, or to the first failure, which is returned as a status."""
+    """Run ranks until they finish or one fails.
+
+    Args:
+        world: Number of ranks.
+        words: Arguments of `contratile.bench.ring_rank` besides those that place a rank.
+        threads: Threads per rank.
+        silence: Seconds without an event after which the ranks count as stuck.
+        hear: Called with every event.
+
+    Returns:
+        None if the ranks finished, else the failure as the status of a row.
+    """
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "stderr").open("w+") as errors:
         ranks: list[subprocess.Popen[str]] = []
         incoming, outgoing = os.pipe()
@@ -53,7 +65,7 @@ def launch(
 
 
 def _read(incoming: int) -> "queue.SimpleQueue[str]":
-    """The lines that arrive through a pipe, until nobody holds its other end."""
+    """Read lines from a pipe in a thread, until its other end is closed."""
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def read() -> None:
@@ -71,6 +83,7 @@ def _listen(
     silence: float,
     hear: Callable[[Event], None],
 ) -> str | None:
+    """Pass events on until the ranks finish (None) or one fails (its status)."""
     last_word = time.monotonic()
     while True:
         try:
@@ -87,7 +100,7 @@ def _listen(
             return None
         hear(event)
         if event["event"] == "failed":
-            time.sleep(POLL)  # one that was killed is the reason for what the others say
+            time.sleep(POLL)  # a rank that was killed explains the errors of the others
             died = _died(ranks)
             return died if died == KILLED else str(event["status"])
 
@@ -101,11 +114,11 @@ def _event(line: str) -> Event | None:
 
 
 def _died(ranks: list["subprocess.Popen[str]"]) -> str | None:
-    """The status for ranks that are gone without having finished."""
+    """Return the status if a rank is gone without having finished."""
     codes = [process.poll() for process in ranks]
     if -9 in codes:
         return KILLED
-    finished = (None,) if set(codes) == {0} else (None, 0)  # one may leave before rank 0's last word is heard
+    finished = (None,) if set(codes) == {0} else (None, 0)  # a rank may exit before rank 0's last event is read
     gone = [f"{rank} ended with code {code}" for rank, code in enumerate(codes) if code not in finished]
     return f"failed: rank {gone[0]}" if gone else None
 
@@ -121,7 +134,7 @@ def _end(ranks: list["subprocess.Popen[str]"], *, grace: float) -> None:
 
 
 def _tail(errors: IO[str]) -> str:
-    """The last line of what the ranks had to complain about."""
+    """Return the last line of the ranks' standard error."""
     errors.seek(0)
-    complaints = errors.read().split("\n")
-    return next((f": {line.strip()[:150]}" for line in reversed(complaints) if line.strip()), "")
+    lines = errors.read().split("\n")
+    return next((f": {line.strip()[:150]}" for line in reversed(lines) if line.strip()), "")

@@ -5,20 +5,20 @@
     (ring_png,) = draw(load(Path("bench-ring/ring.json")), Path("bench-ring"))
     (cache_png,) = draw(load(Path("bench-cache/cache.json")), Path("bench-cache"))
 
-Every marker is a measurement. What was not measured is dashed and its label says so.
+Every marker is a measurement. Lines that were not measured are dashed, and their label says so.
 """
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from contratile.bench.rows import CacheRow, FamilyRow, LossRow, Recording, RingRow, Row, threads
+from contratile.bench.rows import CacheRow, FamilyRow, LossRow, Recording, RingRow, Row, threads_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, told apart by the colour-blind; markers tell the lines apart without any colour.
+# The palette of Okabe and Ito for the colour-blind; markers differ too, for prints without colour.
 _STYLES: dict[str, dict[str, Any]] = {
     "contratile": {"color": "#0072B2", "marker": "o", "linewidth": 2.6, "markersize": 7, "zorder": 5},
     "contratile_cached": {"color": "#0072B2", "marker": "^", "linestyle": "-.", "zorder": 4},
@@ -64,11 +64,11 @@ _FAMILY_LABELS = _LABELS | {
     "sentence_transformers_cached": "sentence-transformers cached",
     "info_nce_pytorch": "info-nce-pytorch",
 }
-Point = tuple[int, float]
+XY = tuple[int, float]
 
 
 class Panel(NamedTuple):
-    """One pair of axes: rows, what is painted of them, and the label below."""
+    """One pair of axes: the rows, the function that paints them, and the label below."""
 
     rows: Sequence[Any]
     paint: Callable[["Axes", Sequence[Any], dict[str, str]], None]
@@ -76,14 +76,22 @@ class Panel(NamedTuple):
 
 
 def draw(recording: Recording[Any], folder: Path) -> tuple[Path, ...]:
-    """Write ring.png, family.png, cache.png, or loss_memory.png and loss_time.png."""
+    """Draw the plots of a recording: loss_memory.png and loss_time.png, or KIND.png.
+
+    Args:
+        recording: The rows.
+        folder: Where the plots are written.
+
+    Returns:
+        The paths of the plots.
+    """
     make: dict[str, Callable[[Recording[Any], Path], tuple[Path, ...]]]
     make = {"loss": _draw_loss, "family": _draw_family, "ring": _draw_ring, "cache": _draw_cache}
     return make[recording.kind](recording, folder)
 
 
 def _draw_loss(recording: Recording[LossRow], folder: Path) -> tuple[Path, ...]:
-    """Two figures, in each a panel per D."""
+    """Two figures, each with one panel per D."""
     titles = {
         folder / "loss_memory.png": "Peak memory of the loss beyond inputs and gradients, forward + backward",
         folder / "loss_time.png": "Time of the loss, forward + backward (best of rounds)",
@@ -93,12 +101,12 @@ def _draw_loss(recording: Recording[LossRow], folder: Path) -> tuple[Path, ...]:
         for d in sorted({row.d for row in recording.rows}):
             rows = [row for row in recording.rows if row.d == d]
             panels.append(Panel(rows, paint, f"batch size N (pairs), D = {d}"))
-        _figure([panels], title, threads(recording), recording.environment, path)
+        _figure([panels], title, threads_text(recording), recording.environment, path)
     return tuple(titles)
 
 
 def _draw_ring(recording: Recording[RingRow], folder: Path) -> tuple[Path, ...]:
-    """One figure: for each D memory against the batch, time and traffic against the number of ranks."""
+    """One figure: for each D, memory against the batch size, time and traffic against the number of ranks."""
     grid = []
     for d in sorted({row.d for row in recording.rows}):
         rows = [row for row in recording.rows if row.d == d]
@@ -115,12 +123,12 @@ def _draw_ring(recording: Recording[RingRow], folder: Path) -> tuple[Path, ...]:
         grid[-1] = [panel._replace(label=f"{panel.label}, D = {d}") for panel in grid[-1]]
     title = "The loss over ranks on one machine, forward + backward"
     path = folder / "ring.png"
-    _figure(grid, title, threads(recording), recording.environment, path)
+    _figure(grid, title, threads_text(recording), recording.environment, path)
     return (path,)
 
 
 def _draw_cache(recording: Recording[CacheRow], folder: Path) -> tuple[Path, ...]:
-    """One figure: memory and time of a training step against the batch."""
+    """One figure: memory and time of a training step against the batch size."""
     grid = []
     for d in sorted({row.d for row in recording.rows}):
         rows = [row for row in recording.rows if row.d == d]
@@ -129,12 +137,12 @@ def _draw_cache(recording: Recording[CacheRow], folder: Path) -> tuple[Path, ...
     first = recording.rows[0]
     title = f"A training step: transformer of {first.layers} layers over {first.tokens} tokens, dropout, and the loss"
     path = folder / "cache.png"
-    _figure(grid, title, threads(recording), recording.environment, path)
+    _figure(grid, title, threads_text(recording), recording.environment, path)
     return (path,)
 
 
 def _draw_family(recording: Recording[FamilyRow], folder: Path) -> tuple[Path, ...]:
-    """One figure: for each D time and memory of all contestants, loss by loss from top to bottom."""
+    """One figure: for each D, time and memory of all contestants, grouped by loss."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -162,12 +170,12 @@ def _draw_family(recording: Recording[FamilyRow], folder: Path) -> tuple[Path, .
     left.set_ylim(len(lines) - 0.5, -0.7)
     path = folder / "family.png"
     title = "Each loss and the package people use for it, forward + backward"
-    _finish(figure, left, title, threads(recording), recording.environment, path)
+    _finish(figure, left, title, threads_text(recording), recording.environment, path)
     return (path,)
 
 
 def _family_lines(rows: Sequence[FamilyRow]) -> list[tuple[str, str | None]]:
-    """The lines of the figure: of each loss its name, None, and its contestants that were measured at all."""
+    """The lines of the figure: (loss, None) as a heading, then (loss, contestant) for everybody who was measured."""
     lines: dict[tuple[str, str | None], None] = {}
     for row in rows:
         if row.seconds_best or row.peak_extra_mib is not None:
@@ -181,7 +189,7 @@ def _family_color(row: FamilyRow) -> str:
 
 
 def _ratio_panel(axes: "Axes", rows: Sequence[FamilyRow], lines: list[tuple[str, str | None]]) -> None:
-    """Time over ours at the largest size that was timed, with the limit of each loss as a bar before its lines."""
+    """Time divided by ours at the largest timed size; a grey bar shows the limit of each loss."""
     n = max((row.n for row in rows if row.ratio_to_contratile), default=0)
     axes.axvline(1, color=_STYLES["contratile"]["color"], linewidth=0.8)
     axes.set_xscale("log")
@@ -202,15 +210,15 @@ def _ratio_panel(axes: "Axes", rows: Sequence[FamilyRow], lines: list[tuple[str,
             where = (1.0, lines.index((row.loss, None)))
             axes.annotate(limit, where, xytext=(7, 0), textcoords="offset points", va="center", fontsize="small")
     low, high = axes.get_xlim()
-    axes.set_xlim(min(low, 0.45), max(3.0, high) * 1.9)  # room for what is written beside the last point
+    axes.set_xlim(min(low, 0.45), max(3.0, high) * 1.9)  # room for the text beside the last point
     ticks = [tick for tick in (0.25, 0.5, 1, 2, 4, 8, 16, 32, 64) if axes.get_xlim()[0] <= tick <= axes.get_xlim()[1]]
     axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
     axes.set_xlabel(f"time over contratile's, N = {_count(n)}")
 
 
 def _footprint_panel(axes: "Axes", rows: Sequence[FamilyRow], lines: list[tuple[str, str | None]]) -> None:
-    """Peak memory: filled where times are compared, hollow at the largest size of all."""
-    least = 1.0  # MiB; below it the measurement is that of a few pages
+    """Peak memory: filled markers at the size whose times are compared, hollow ones at the largest size."""
+    least = 1.0  # MiB; less than that is a few pages and not a measurement
     timed = max((row.n for row in rows if row.ratio_to_contratile), default=0)
     most = max((row.n for row in rows if row.peak_extra_mib is not None), default=0)
     axes.set_xscale("log", base=4)
@@ -232,7 +240,7 @@ def _footprint_panel(axes: "Axes", rows: Sequence[FamilyRow], lines: list[tuple[
 
 
 def _compared(rows: Sequence[RingRow]) -> int:
-    """The largest of the batches that most contestants were timed at, over all numbers of ranks."""
+    """Return the batch size with the most timed rows; of several, the largest."""
     timed = [row.n for row in rows if row.seconds_best] or [row.n for row in rows]
     return max(set(timed), key=lambda n: (timed.count(n), n))
 
@@ -256,7 +264,7 @@ def _rank_memory_panel(axes: "Axes", rows: Sequence[RingRow], facts: dict[str, s
 
 
 def _memory_scale(axes: "Axes", facts: dict[str, str], ranks: int) -> None:
-    """Powers of four, and the part of the machine that each of so many processes has."""
+    """Scale the axis in powers of four, and draw each rank's share of the machine's memory."""
     total = float(facts.get("memory_gib", 0)) * 1024
     if total:
         whole = f"this machine's memory ({total / 1024:.0f} GiB)"
@@ -302,9 +310,9 @@ def _traffic_panel(axes: "Axes", rows: Sequence[RingRow], facts: dict[str, str])
     axes.yaxis.set_major_formatter(lambda mib, _: f"{mib:g} MiB")
 
 
-def _lines(axes: "Axes", rows: Sequence[Row], x: str, y: str) -> dict[str, list[Point]]:
-    """A line per contestant through what was measured: field `y` of the rows against field `x`."""
-    lines: dict[str, list[Point]] = {}
+def _lines(axes: "Axes", rows: Sequence[Row], x: str, y: str) -> dict[str, list[XY]]:
+    """Draw one line per contestant: column `y` of its rows against column `x`."""
+    lines: dict[str, list[XY]] = {}
     for row in rows:
         value = getattr(row, y)
         if value:
@@ -319,7 +327,7 @@ def _lines(axes: "Axes", rows: Sequence[Row], x: str, y: str) -> dict[str, list[
 
 
 def _figure(grid: list[list[Panel]], title: str, threads_used: str, facts: dict[str, str], path: Path) -> None:
-    """Rows of panels, the legend beside them, the hardware in the title. Panels of one kind share their y axis."""
+    """Draw a grid of panels with a common legend. Panels of the same kind share their y axis."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -333,7 +341,7 @@ def _figure(grid: list[list[Panel]], title: str, threads_used: str, facts: dict[
         for axes, panel in zip(row_of_axes, panels, strict=True):
             axes.set_xscale("log", base=2)
             panel.paint(axes, panel.rows, facts)
-            # axhline's x is in parts of the axes, not in what is counted.
+            # The x values of axhline are fractions of the axes, not data.
             spans = (line for line in axes.lines if line.get_transform() == axes.transData)
             ticks = sorted({int(x) for line in spans for x in line.get_xdata()})
             axes.set_xticks(ticks, [_count(x) for x in ticks])
@@ -352,7 +360,7 @@ def _figure(grid: list[list[Panel]], title: str, threads_used: str, facts: dict[
 
 
 def _finish(figure: "Figure", first: "Axes", title: str, threads_used: str, facts: dict[str, str], path: Path) -> None:
-    """Title and hardware, and the file."""
+    """Add title and hardware, and write the file."""
     figure.suptitle(title, fontsize="large", fontweight="bold", x=0.01, ha="left")
     hardware = f"{facts['cpu']}, {threads_used}, torch {facts['torch']}, commit {facts['commit']}"
     first.set_title(hardware, fontsize="small", color="#555555", loc="left")

@@ -1,30 +1,28 @@
-"""The run over ranks: time, memory per rank and bytes sent of every contestant at every world size and batch.
+"""`contratile bench ring`: time, memory per rank and bytes sent of the symmetric loss over ranks of this machine.
 
-    recording = run(RingConfig(worlds=(1, 2), batches=(1024, 2048)), command="...")
-    save(recording, config.out)
+    recording = run(BENCH, RingBenchConfig(worlds=(1, 2), batches=(1024, 2048)), command="...")
 
-Ranks are started anew for each world size and batch. A contestant that is not installed, fails, would take too long
-or does not fit becomes a row that says so; when one fails, the point is started again without it.
+Ranks are started afresh for each number of ranks and batch size. When a contestant fails, the point is started again
+without it.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from contratile.bench import memory
-from contratile.bench.config import BenchConfig
+from contratile.bench.config import BenchConfig, check_scale
 from contratile.bench.contestants.ring import RING_CONTESTANTS, RING_PACKAGES
-from contratile.bench.harness import Notify, environment, unknown, version
 from contratile.bench.launch import Event, launch
-from contratile.bench.ring_rank import OURS, Measurement
-from contratile.bench.rows import Recording, RingRow, provenance
+from contratile.bench.memory import MiB
+from contratile.bench.ring_rank import RankMeasured
+from contratile.bench.runner import OURS, Benchmark, Series
 from contratile.errors import bad_value, check_count
-
-MiB = 1 << 20
+from contratile.machine import NOT_INSTALLED, version
 
 
 @dataclass(frozen=True, kw_only=True)
-class RingConfig(BenchConfig):
+class RingBenchConfig(BenchConfig):
     """Time, memory per rank and bytes sent of the symmetric loss over ranks on this machine, against other ways."""
 
     worlds: tuple[int, ...] = (1, 2, 4, 8)
@@ -34,184 +32,148 @@ class RingConfig(BenchConfig):
     """Global batch sizes N to time; each a multiple of every P."""
 
     memory_batches: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)
-    """Global batch sizes N to measure memory and traffic at, besides those that are timed."""
+    """Global batch sizes N to measure memory and traffic at, in addition to those that are timed."""
 
     contestants: tuple[str, ...] = tuple(RING_CONTESTANTS)
-    """Who takes part. Packages that are not installed get a row that says so."""
+    """Which implementations to compare. One whose package is not installed gets a row that says so."""
 
     rounds: int = 3
-    """Turns of each contestant at each point; the best and the median are reported."""
+    """How often each contestant is timed at each point; the best and the median are reported."""
+
+    scale: float = 14.3
+    """Factor on the scores (the inverse temperature)."""
 
     threads: int = 1
-    """Threads of torch in each rank."""
+    """Number of torch threads in each rank."""
 
     out: Path = Path("bench-ring")
     """Folder for ring.csv, ring.json and ring.png."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_scale(self.scale)
         for name in ("worlds", "batches", "memory_batches"):
             for value in getattr(self, name):
                 check_count(name, value, least=1)
-        if not self.worlds or not self.sizes:
+        if not self.worlds or not self.all_sizes:
             bad_value("worlds and batches", expected="at least one of each", got="none", remedy="Leave them out.")
-        for n in self.sizes:
+        for n in self.all_sizes:
             for world in self.worlds:
                 if n % world:
-                    remedy = "Ranks hold equally many pairs here; choose batches that every number of ranks divides."
+                    remedy = "All ranks hold the same number of pairs here; choose batches that every P divides."
                     bad_value("batches", expected=f"multiples of {world} (worlds)", got=n, remedy=remedy)
 
     @property
-    def sizes(self) -> list[int]:
-        """All global batch sizes, ascending."""
+    def all_sizes(self) -> list[int]:
         return sorted({*self.batches, *self.memory_batches})
 
 
-QUICK = RingConfig(
-    worlds=(1, 2),
-    batches=(1024, 2048),
-    memory_batches=(4096,),
-    dims=(256,),
-    contestants=("contratile", "open_clip_local", "disco"),
-    rounds=2,
-    patience=10.0,
-    quick=True,
-)
+class RingSeries(Series):
+    """The contestants at one number of ranks and one D."""
 
-
-def run(
-    config: RingConfig,
-    *,
-    command: str,
-    notify: Notify = lambda text: None,
-    keep: Callable[[Recording[RingRow]], object] = lambda recording: None,
-) -> Recording[RingRow]:
-    """Measure everything that the config asks for; `keep` is given all rows whenever there are more."""
-    facts = environment(RING_PACKAGES) | {"threads": str(config.threads)}
-    rows: list[RingRow] = []
-    total = len(config.dims) * len(config.worlds) * len(config.sizes) * len(config.contestants)
-
-    def progress(text: str) -> None:
-        notify(f"{len(rows)} of {total} rows done · {text}")
-
-    for d in config.dims:
-        for world in config.worlds:
-            ranks = _Ranks(config, world, d, progress)
-            for n in config.sizes:
-                found = ranks.measure(n)
-                rows.extend(_row(ranks, name, n, found, facts, command) for name in config.contestants)
-                keep(Recording(tuple(rows), facts, command, "ring"))
-    return Recording(tuple(rows), facts, command, "ring")
-
-
-class _Ranks:
-    """The contestants at one number of ranks and one D, and what is learned about them from batch to batch."""
-
-    def __init__(self, config: RingConfig, world: int, d: int, notify: Notify) -> None:
-        self.config, self.world, self.d, self.notify = config, world, d, notify
-        self.failed: dict[str, str] = {}
-        self.pace: dict[str, float] = {}  # seconds per pair of rows
+    def __init__(self, config: RingBenchConfig, world: int, d: int) -> None:
+        super().__init__(config, f"P={world} D={d}", config.contestants, RING_CONTESTANTS)
+        self.config, self.world, self.d = config, world, d
         for name in config.contestants:
-            case = RING_CONTESTANTS.get(name)
-            if case is None:
-                self.failed[name] = unknown(RING_CONTESTANTS)
-            elif case.package and version(case.package) == "not installed":
-                self.failed[name] = f"not installed ({case.package})"
+            contestant = RING_CONTESTANTS.get(name)
+            if contestant and contestant.package and version(contestant.package) == NOT_INSTALLED:
+                self.failed[name] = f"{NOT_INSTALLED} ({contestant.package})"
 
-    def obstacle(self, name: str, n: int) -> str | None:
-        """Why this contestant cannot run at this batch, if so."""
-        if name in self.failed:
-            return self.failed[name]
-        expected = self.pace.get(name, 0.0) * n * n
-        if expected > self.config.patience:
-            return f"skipped (a step would take about {expected:.0f} s)"
-        return memory.no_room(RING_CONTESTANTS[name].predicted_bytes(self.world, n, self.d))
+    def predicted_bytes(self, name: str, n: int) -> float:
+        return RING_CONTESTANTS[name].predicted_bytes(self.world, n, self.d)
 
-    def measure(self, n: int) -> dict[str, tuple[str, Measurement]]:
-        """Status and measurement of every contestant, from as many launches as it takes until none fails."""
-        found = {name: Measurement() for name in self.config.contestants}
-        status = {name: self.obstacle(name, n) for name in found}
-        while going := [name for name in found if status[name] is None]:
-            under_way, failure = self._launch(n, going, found)
+    def rows(self, n: int) -> Iterator[dict[str, Any]]:
+        found = self.measure(n)
+        local = n // self.world
+        for name, measured in found.items():
+            place = {"contestant": name, "world": self.world, "n": n, "local": local, "d": self.d}
+            dtype = "float32" if name in RING_CONTESTANTS else ""
+            shared = measured.columns(found.get(OURS))
+            yield {**place, "dtype": dtype, **shared, **_ring_columns(measured, block=4 * local * self.d)}
+
+    def measure(self, n: int) -> dict[str, RankMeasured]:
+        """Start the ranks, and start them again without a contestant that failed, until none fails."""
+        found = {name: RankMeasured() for name in self.names}
+        obstacles = {name: self.obstacle(name, n) for name in self.names}
+        while going := [name for name in self.names if obstacles[name] is None]:
+            culprit, failure = self._launch(n, going, found)
             if failure is None:
                 break
-            for name in [under_way] if under_way else going:
-                status[name] = self.failed[name] = failure
-        for name, measurement in found.items():
-            if measurement.seconds_best:
-                self.pace[name] = measurement.seconds_best / n**2
-        return {name: (status[name] or self._fine(n, found[name]), found[name]) for name in found}
+            for name in [culprit] if culprit else going:
+                obstacles[name] = self.failed[name] = failure
+        for name, measured in found.items():
+            if measured.seconds_best:
+                self.pace[name] = measured.seconds_best / n**self.growth
+            if obstacles[name] is not None:
+                measured.status = str(obstacles[name])
+            elif measured.status == "ok" and n not in self.config.batches:
+                measured.status = "memory only"
+        return found
 
-    def _fine(self, n: int, found: Measurement) -> str:
-        timed = "ok" if n in self.config.batches else "memory only"
-        return timed if found.note == "ok" else found.note
-
-    def _launch(self, n: int, names: list[str], found: dict[str, Measurement]) -> tuple[str | None, str | None]:
-        """One start of the ranks: the contestant that failed, or None if it is nobody's fault, and the failure."""
-        under_way: str | None = None
+    def _launch(self, n: int, names: list[str], found: dict[str, RankMeasured]) -> tuple[str | None, str | None]:
+        """Run the ranks once; return the contestant that failed, None if it was none of them, and the failure."""
+        current: str | None = None
 
         def hear(event: Event) -> None:
-            nonlocal under_way
-            under_way = event["contestant"]
+            nonlocal current
+            current = event["contestant"]
             if event["event"] == "measured":
-                found[event["contestant"]] = Measurement(**event["found"])
+                found[event["contestant"]] = RankMeasured(**event["found"])
             elif event["event"] == "doing":
-                self.notify(f"{event['text']}, P={self.world} N={n} D={self.d}")
+                self.notify(f"{event['text']} at N={n}")
 
         config = self.config
         rounds = config.rounds if n in config.batches else 0
         words = f"--batch {n} --d {self.d} --scale {config.scale} --rounds {rounds} --threads {config.threads}"
-        self.notify(f"starting {self.world} ranks, N={n} D={self.d}")
-        silence = 120 + 10 * config.patience
+        self.notify(f"starting {self.world} ranks at N={n}")
         failure = launch(
             self.world,
             [*words.split(), "--contestants", *names],
             threads=config.threads,
-            silence=silence,
+            silence=self.timeout,
             hear=hear,
         )
-        return under_way, failure
+        return current, failure
+
+
+def _ring_columns(measured: RankMeasured, block: int) -> dict[str, Any]:
+    """Return what only rows of this benchmark have; `block` is the number of bytes of one side on one rank."""
+    peak, sent = measured.peak_extra_mib, measured.sent_bytes
+    transfer, waited, exposed = measured.transfer_seconds, measured.waited_seconds, measured.exposed_seconds
+    return {
+        "peak_blocks": None if peak is None else peak * MiB / block,
+        "sent_mib": None if sent is None else sent / MiB,
+        "sent_blocks": None if sent is None else sent / block,
+        "transfer_seconds": transfer,
+        "waited_seconds": waited,
+        "exposed_seconds": exposed,
+        "hidden_percent": _hidden(waited, transfer),
+        "hidden_percent_at_most": _hidden(exposed, transfer),
+    }
 
 
 def _hidden(seen: float | None, transfer: float | None) -> float | None:
-    """The percentage of the transfers' time that was not seen."""
+    """The percentage of the transfer time that nobody waited for."""
     return 100 * max(0.0, 1 - seen / transfer) if transfer and seen is not None else None
 
 
-def _row(
-    ranks: _Ranks,
-    name: str,
-    n: int,
-    found: dict[str, tuple[str, Measurement]],
-    facts: dict[str, str],
-    command: str,
-) -> RingRow:
-    status, got = found[name]
-    ours = found[OURS][1].seconds_best if OURS in found else None
-    local = n // ranks.world
-    block = 4 * local * ranks.d
-    best, limit, sent = got.seconds_best, got.limit_seconds, got.sent_bytes
-    return RingRow(
-        contestant=name,
-        world=ranks.world,
-        n=n,
-        local=local,
-        d=ranks.d,
-        dtype="float32" if name in RING_CONTESTANTS else "",
-        status=status,
-        seconds_best=best,
-        seconds_median=got.seconds_median,
-        limit_seconds=limit,
-        percent_of_limit=100 * limit / best if best and limit else None,
-        ratio_to_contratile=best / ours if best and ours else None,
-        peak_extra_mib=got.peak_extra_mib,
-        peak_blocks=None if got.peak_extra_mib is None else got.peak_extra_mib * MiB / block,
-        sent_mib=None if sent is None else sent / MiB,
-        sent_blocks=None if sent is None else sent / block,
-        transfer_seconds=got.transfer_seconds,
-        waited_seconds=got.waited_seconds,
-        exposed_seconds=got.exposed_seconds,
-        hidden_percent=_hidden(got.waited_seconds, got.transfer_seconds),
-        hidden_percent_at_most=_hidden(got.exposed_seconds, got.transfer_seconds),
-        **provenance(facts, command),
-    )
+def _series(config: RingBenchConfig) -> Sequence[RingSeries]:
+    return [RingSeries(config, world, d) for d in config.dims for world in config.worlds]
+
+
+BENCH = Benchmark(
+    kind="ring",
+    default=RingBenchConfig(),
+    quick=RingBenchConfig(
+        worlds=(1, 2),
+        batches=(1024, 2048),
+        memory_batches=(4096,),
+        dims=(256,),
+        contestants=("contratile", "open_clip_local", "disco"),
+        rounds=2,
+        patience=10.0,
+        quick=True,
+    ),
+    series=_series,
+    packages=RING_PACKAGES,
+)

@@ -1,9 +1,9 @@
-"""Recorded rows: one per contestant and size, as CSV to look at and as JSON with the circumstances.
+"""Recorded rows, one per contestant and size: a CSV file to look at, and a JSON file with the environment.
 
-    save(Recording(rows, environment, command, "loss"), folder)      # folder/loss.csv, folder/loss.json
+    save(Recording(rows, environment, command, "loss"), folder)      # folder/loss.csv and folder/loss.json
     recording = load(folder / "loss.json")
 
-A file appears under its name only when it is complete.
+Files are replaced only when they are complete.
 """
 
 import csv
@@ -18,28 +18,28 @@ PROVENANCE = ("commit", "threads", "torch", "cpu", "command")
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One contestant at one size. What was not measured is None, and the status says why."""
+    """One contestant at one size. Columns that were not measured are None; the status says why."""
 
     contestant: str
     n: int
-    """Pairs, those of all ranks together."""
+    """Pairs, of all ranks together."""
 
     d: int
     dtype: str
     status: str
-    """`ok`, `memory only` (no timing was asked for at this size), or what went wrong."""
+    """`ok`, `memory only` (not timed at this size), or what went wrong."""
 
     seconds_best: float | None = None
     seconds_median: float | None = None
     limit_seconds: float | None = None
-    """Best time of the matrix products of a step, four unless said, measured between the turns of all contestants."""
+    """Best time of the matrix products of a step (four unless noted), measured between the turns of all contestants."""
 
     percent_of_limit: float | None = None
     ratio_to_contratile: float | None = None
-    """Best time over that of `contratile`: 2 means twice as slow."""
+    """Best time divided by that of `contratile`: 2 means twice as slow."""
 
     peak_extra_mib: float | None = None
-    """Memory beyond inputs and gradients."""
+    """Peak memory beyond inputs and gradients."""
 
     commit: str
     threads: int
@@ -50,26 +50,26 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class LossRow(Row):
-    """A row of `bench loss`: one process."""
+    """A row of `bench loss`."""
 
     error_value: float | None = None
     error_grad: float | None = None
-    """Relative errors against dense fp64: of the loss, and of feature gradients in the maximum norm."""
+    """Relative errors against dense fp64, of the loss and (maximum norm) of the feature gradients."""
 
     error_n: int | None = None
-    """Pairs of the problem on which the errors were taken."""
+    """Pairs of the problem on which the errors were measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyRow(LossRow):
-    """A row of `bench family`: one of several losses."""
+    """A row of `bench family`."""
 
     loss: str
     package: str | None = None
-    """The distribution whose loss it is, where that is not this one."""
+    """The distribution of the contestant; None for our own code and for plain PyTorch."""
 
     views: int
-    """The scores have so many times N rows and columns."""
+    """The score matrix has `views` * N rows and columns."""
 
     products: int
     """Matrix products of that size in the limit."""
@@ -77,7 +77,7 @@ class FamilyRow(LossRow):
 
 @dataclass(frozen=True, kw_only=True)
 class RingRow(Row):
-    """A row of `bench ring`: times and memory are those of the slowest and of the largest rank.
+    """A row of `bench ring`: the time of the slowest rank and the memory of the largest.
 
     A block is what a rank holds of one side: `local` x D numbers.
     """
@@ -88,37 +88,37 @@ class RingRow(Row):
 
     peak_blocks: float | None = None
     sent_mib: float | None = None
-    """Payload that a rank handed to TCP in one step, as the kernel counts it; of the rank that sent most."""
+    """What the rank that sent most sent over TCP in one step, as the kernel counts it."""
 
     sent_blocks: float | None = None
     transfer_seconds: float | None = None
-    """The ring's transfers of one step with no compute between them."""
+    """Time of the ring's transfers of one step without compute."""
 
     waited_seconds: float | None = None
-    """What a rank waited at the hops of the best step, on average over ranks: for transfers, and for slower ranks."""
+    """How long a rank waited at the hops of the best step, for transfers and slower ranks; mean over ranks."""
 
     exposed_seconds: float | None = None
-    """At least so much of it is transfer: what the rank that waited least waited at each hop."""
+    """The part of it that is certainly transfer: at each hop, the wait of the rank that waited least."""
 
     hidden_percent: float | None = None
-    """The share of the transfers' time that was hidden if all waiting was for transfers: a lower bound."""
+    """Percent of the transfer time hidden behind compute if all waiting was for transfers: a lower bound."""
 
     hidden_percent_at_most: float | None = None
-    """The same if only the exposed seconds were: an upper bound."""
+    """The same if only the exposed seconds were transfer: an upper bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheRow(Row):
-    """A row of `bench cache`: a training step of encoders and loss.
+    """A row of `bench cache`: a training step of encoder and loss.
 
-    The limit is the encoders' part of it: all chunks forward without gradient, then forward and backward.
+    The limit is the time of the encoder: all chunks forward without gradient, then forward and backward.
     """
 
     chunk: int
     layers: int
     tokens: int
     loss_percent: float | None = None
-    """The part of the best step that is not the encoders'."""
+    """Percent of the best step spent on the loss; None if it cannot be timed apart."""
 
 
 ROWS: dict[str, type[Row]] = {"loss": LossRow, "family": FamilyRow, "ring": RingRow, "cache": CacheRow}
@@ -126,30 +126,30 @@ R = TypeVar("R", bound=Row)
 
 
 def provenance(facts: dict[str, str], command: str) -> dict[str, Any]:
-    """The fields that say where a row comes from."""
+    """Return the columns that say where a row comes from."""
     known = {name: facts[name] for name in ("commit", "torch", "cpu")}
     return {**known, "threads": int(facts["threads"]), "command": command}
 
 
 @dataclass(frozen=True)
 class Recording(Generic[R]):
-    """The rows of a run, and what a reader needs to know or to repeat it."""
+    """The rows of a run, and what is needed to judge or repeat it."""
 
     rows: tuple[R, ...]
     environment: dict[str, str]
     command: str
     kind: str = "loss"
-    """The benchmark: a key of ROWS."""
+    """Which benchmark it was, a key of ROWS."""
 
 
-def threads(recording: Recording[Any]) -> str:
-    """How many, in words."""
+def threads_text(recording: Recording[Any]) -> str:
+    """Return "2 threads" or "1 thread per rank"."""
     count = recording.environment["threads"]
     return f"{count} thread{'s' * (count != '1')}{' per rank' * (recording.kind == 'ring')}"
 
 
 def save(recording: Recording[Any], folder: Path) -> tuple[Path, Path]:
-    """Write the rows as CSV and everything as JSON, in files named for the benchmark."""
+    """Write KIND.csv and KIND.json to a folder and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     table = io.StringIO(newline="")
     columns = sorted((field.name for field in fields(ROWS[recording.kind])), key=PROVENANCE.__contains__)
@@ -165,7 +165,7 @@ def save(recording: Recording[Any], folder: Path) -> tuple[Path, Path]:
 
 
 def load(path: Path) -> Recording[Any]:
-    """Read what `save` wrote as JSON. The first recordings did not name their kind: they are of `bench loss`."""
+    """Read a JSON file that `save` wrote. Recordings without a kind are of `bench loss`."""
     try:
         recorded = json.loads(path.read_text())
         kind = recorded.get("kind", "loss")

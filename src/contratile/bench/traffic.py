@@ -1,11 +1,11 @@
-"""Bytes that this process has handed to TCP, as the kernel counts them.
+"""How many bytes this process has sent over TCP, as the kernel counts them.
 
     before = bytes_sent()
     ...
     bytes_sent() - before
 
-Summed over the process's open TCP sockets, less what was sent twice: payload and whatever the library puts around it
-(gloo's headers), but not the headers of TCP and IP. Linux only; None elsewhere.
+Summed over the open TCP sockets of the process, without retransmissions. Headers of the library (gloo) count, those of
+TCP and IP do not. Linux only; None elsewhere.
 """
 
 import os
@@ -13,12 +13,12 @@ import socket
 import struct
 from pathlib import Path
 
-# struct tcp_info of linux/tcp.h: tcpi_bytes_sent and tcpi_bytes_retrans, which kernels have from 4.19 on.
+# tcpi_bytes_sent and tcpi_bytes_retrans of struct tcp_info in linux/tcp.h, since Linux 4.19.
 _SIZE, _SENT_AND_RESENT = 256, struct.Struct("=200xQQ")
 
 
 def bytes_sent() -> int | None:
-    """The total since each socket was opened; None where the kernel does not tell."""
+    """Return the bytes sent since each socket was opened; None if the kernel does not count them."""
     if not hasattr(socket, "TCP_INFO"):
         return None
     total = 0
@@ -38,14 +38,14 @@ def bytes_sent() -> int | None:
 
 
 def _tcp_info(number: int) -> bytes | None:
-    """The kernel's account of an open file, if that is a TCP socket."""
+    """Return the kernel's tcp_info of an open file, or None if it is not a TCP socket."""
     try:
         if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):  # noqa: PTH115 - the link has no path
             return None
-        # A duplicate, so that closing the object leaves the owner's socket open.
+        # A duplicate, so that closing it leaves the owner's socket open.
         with socket.socket(fileno=os.dup(number)) as own:
             if own.type != socket.SOCK_STREAM or own.family not in (socket.AF_INET, socket.AF_INET6):
                 return None
             return own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SIZE)
     except OSError:
-        return None  # closed meanwhile
+        return None  # closed in the meantime

@@ -1,12 +1,12 @@
-"""The command line `contratile`. One file per command; this one finds it.
+"""The command line `contratile`. There is one file per command; this one finds and runs it.
 
     contratile --help
     contratile tiles --n 8192 --m 8192 --d 512
     contratile bench loss --quick
 
 A command is a function that takes the words after its name and returns an exit code. Its module is imported only
-when it is called, so the help works with torch alone. Errors that a user can act on are one line and exit code 2;
-CONTRATILE_DEBUG=1 shows where they were raised.
+when it is called, so that the help works with torch alone. Errors that a user can act on are printed on one line and
+give exit code 2; CONTRATILE_DEBUG=1 adds the traceback.
 """
 
 import csv
@@ -25,7 +25,7 @@ from contratile.printable import printable
 
 
 class Command(NamedTuple):
-    """A line of the help and the function behind it."""
+    """A command: its line in the help, and where its code is."""
 
     name: str
     summary: str
@@ -33,7 +33,7 @@ class Command(NamedTuple):
     """module:function"""
 
     options: str
-    """module:function that gives its parser, or the defaults of its options as a dataclass"""
+    """module:callable that returns its argparse parser, or its options as a dataclass with defaults"""
 
     example: str
 
@@ -41,7 +41,7 @@ class Command(NamedTuple):
 COMMANDS = (
     Command(
         "doctor",
-        "check this machine: devices, backends, accuracy, a short timing, a verdict",
+        "check this machine: devices, backends, accuracy of every loss, a short timing",
         "contratile.cli.doctor:doctor",
         "contratile.cli.doctor:parser",
         "contratile doctor --quick",
@@ -55,51 +55,51 @@ COMMANDS = (
     ),
     Command(
         "eval",
-        "retrieval and zero-shot metrics of a trained pair",
+        "compute retrieval and zero-shot metrics of a trained pair of encoders",
         "contratile.cli.eval:evaluate",
         "contratile.cli.eval:parser",
         "contratile eval runs/icons",
     ),
     Command(
         "search",
-        "the images or texts of a run that are nearest to a query",
+        "find the images or texts nearest to a query with a trained pair of encoders",
         "contratile.cli.search:search",
         "contratile.cli.search:parser",
         'contratile search runs/icons "battery charging"',
     ),
     Command(
         "tiles",
-        "print how a score matrix is cut into tiles",
+        "show how a score matrix is cut into tiles on this machine",
         "contratile.cli.tiles:tiles",
         "contratile.cli.tiles:parser",
         "contratile tiles --n 8192 --m 8192 --d 512",
     ),
     Command(
         "bench loss",
-        "time, memory and accuracy of the loss against other packages",
+        "compare time, memory and accuracy of the symmetric loss with other packages",
         "contratile.cli.bench:loss",
-        "contratile.bench.loss:LossConfig",
+        "contratile.bench.loss:LossBenchConfig",
         "contratile bench loss --quick --out results",
     ),
     Command(
         "bench family",
-        "time, memory and accuracy of each loss against the package people use for it",
+        "compare every loss with the package people use for it",
         "contratile.cli.bench:family",
-        "contratile.bench.family:FamilyConfig",
+        "contratile.bench.family:FamilyBenchConfig",
         "contratile bench family --quick --out results",
     ),
     Command(
         "bench ring",
-        "time, memory and traffic of the loss over ranks against other ways to compute it",
+        "compare the symmetric loss over several ranks with other ways to compute it",
         "contratile.cli.bench:ring",
-        "contratile.bench.ring:RingConfig",
+        "contratile.bench.ring:RingBenchConfig",
         "contratile bench ring --quick --out results",
     ),
     Command(
         "bench cache",
-        "time and memory of training steps in chunks against other gradient caches",
+        "compare training steps in chunks with other gradient caches",
         "contratile.cli.bench:cache",
-        "contratile.bench.cache:CacheConfig",
+        "contratile.bench.cache:CacheBenchConfig",
         "contratile bench cache --quick --out results",
     ),
     Command(
@@ -113,13 +113,20 @@ COMMANDS = (
 
 
 EXPECTED = (ValueError, ImportError, OSError, FloatingPointError, MemoryError, EOFError, csv.Error, pickle.PickleError)
-"""What a user's mistake, a file or the machine may raise: one line, and exit code 2."""
+"""Errors caused by input, files or the machine: printed on one line, exit code 2."""
 DEBUG = "CONTRATILE_DEBUG"
-"""Set to 1 in the environment it shows where an error was raised."""
+"""Environment variable that, set to 1, adds the traceback to such errors."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that `argv` (default: the words after the program's name) begins with."""
+    """Run a command.
+
+    Args:
+        argv: The command and its options; by default those of this process.
+
+    Returns:
+        The exit code.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         try:
@@ -127,10 +134,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             for stream in (sys.stdout, sys.stderr):
                 if stream is not None:
-                    stream.flush()  # here, where a reader that has gone (| head) can still be met quietly
+                    stream.flush()  # here, where a closed pipe (| head) can still be handled
     except BrokenPipeError:
         _discard_output()
-        return 128 + 13  # as a program that SIGPIPE ends
+        return 128 + 13  # as if SIGPIPE had ended the program
 
 
 def _run(words: list[str]) -> int:
@@ -161,7 +168,7 @@ def _run(words: list[str]) -> int:
 
 
 def _guarded(command: Command, words: list[str]) -> int:
-    """The border: what a command raises becomes a line to act on, or, if it is our own mistake, a report."""
+    """Run a command and print what it raises: one line, or a traceback if it is a bug of ours."""
     module, function = command.function.split(":")
     usual = warnings.formatwarning
     warnings.formatwarning = lambda *told: printable(usual(*told), lines=True)
@@ -178,7 +185,7 @@ def _guarded(command: Command, words: list[str]) -> int:
             traceback.print_exc()
         print(f"contratile {command.name}: {_sentence(error)}", file=sys.stderr)
         if not expected:
-            print("This is a defect of contratile. Please report it with the lines above and", file=sys.stderr)
+            print("This is a bug in contratile. Please report it with the lines above and", file=sys.stderr)
             print("the output of `contratile doctor --json`.", file=sys.stderr)
         return 2 if expected else 1
     finally:
@@ -186,14 +193,14 @@ def _guarded(command: Command, words: list[str]) -> int:
 
 
 def _is_ours(error: Exception) -> bool:
-    """Whether it was raised by the helpers in `errors`, which say what was expected, or is a class made to be read."""
+    """Whether the error was raised by the helpers in `errors` or is of a class whose message is meant for users."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     made = type(error).__module__.startswith("contratile.") or type(error).__name__ == "SafetensorError"
     return made or frame.f_globals.get("__name__") == "contratile.errors"
 
 
 def _sentence(error: Exception) -> str:
-    """What is known of it in one line, without what a foreign name in it could do to a terminal."""
+    """Return the error on one line, without escape sequences."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         text = f"{error.filename}: {error.strerror}"
     elif isinstance(error, MemoryError):
@@ -204,7 +211,7 @@ def _sentence(error: Exception) -> str:
 
 
 def _discard_output() -> None:
-    """Nobody reads any more: what is still buffered goes nowhere, also when Python ends."""
+    """Send buffered output to /dev/null: the reader is gone, and Python would complain when it flushes at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # tests have streams without a descriptor
@@ -213,7 +220,7 @@ def _discard_output() -> None:
 
 
 def usage(commands: Sequence[Command]) -> str:
-    """The help page of some commands."""
+    """Return the help page of some commands."""
     width = max(len(command.name) for command in commands)
     lines = [
         "usage: contratile COMMAND [OPTIONS]",

@@ -1,4 +1,4 @@
-"""`contratile doctor`: what to run first on a machine, and when results look wrong."""
+"""`contratile doctor`: the first thing to run on a machine, and when results look wrong."""
 
 import argparse
 import json
@@ -11,30 +11,33 @@ import torch
 from contratile.cli.options import Parser
 from contratile.doctor.checkup import Findings, all_devices, examine
 
-Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
+Grid = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 """Title, headings, rows."""
 WRONG = "WRONG"
 WIDTH = 120
-"""Of the page where there is no terminal to ask."""
+"""Columns of the page if the output is not a terminal."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Its options."""
+    """Return the options of the command."""
     parser = Parser(
         prog="contratile doctor",
-        description="Print devices, backends and versions; check every loss on every backend against fp64; time a "
-        "step; end with a verdict. The exit code is 1 if something is wrong.",
+        description="Check this machine: list versions, devices and backends, compare every loss on every backend with "
+        "fp64, time one step, and end with a verdict. The exit code is 1 if something is wrong.",
     )
-    parser.add_argument("--quick", action="store_true", help="fewer dtypes and smaller sizes")
-    parser.add_argument("--json", action="store_true", help="print all findings as JSON")
+    parser.add_argument("--quick", action="store_true", help="check fewer dtypes and packages, at smaller sizes")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON, for bug reports")
     parser.add_argument(
-        "--device", type=_device, action="append", help="examine this one (default: the CPU and the first accelerator)"
+        "--device",
+        type=_device,
+        action="append",
+        help="check this device, such as cpu or cuda:0; may be repeated (default: the CPU and the first accelerator)",
     )
     return parser
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """Examine, print, and return 1 if something is wrong."""
+    """Check the machine, print the findings, and return 1 if something is wrong."""
     options = parser().parse_args(argv)
     show_progress = sys.stderr.isatty() and not options.json
     found = examine(
@@ -52,19 +55,19 @@ def doctor(argv: Sequence[str]) -> int:
 
 
 def show(found: Findings) -> None:
-    """Print the findings, in colours where rich is installed."""
+    """Print the findings, in colour if rich is installed."""
     try:
         from rich.console import Console
     except ImportError:
         print("\n".join(text(found)))
         return
     from rich.box import SIMPLE_HEAD
-    from rich.table import Table as RichTable
+    from rich.table import Table
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     console.print("\n".join(facts(found)), markup=False)
     for title, headings, rows in tables(found):
-        table = RichTable(*headings, title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table = Table(*headings, title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for row in rows:
             table.add_row(*row, style="bold red" if row[-1] == WRONG else None)
         console.print(table)
@@ -73,6 +76,7 @@ def show(found: Findings) -> None:
 
 
 def verdict(found: Findings) -> str:
+    """Return the verdict in one line."""
     if found.problems:
         return f"not healthy: {len(found.problems)} problem{'s' if len(found.problems) > 1 else ''}"
     checks = len(found.accuracy)
@@ -80,7 +84,7 @@ def verdict(found: Findings) -> str:
 
 
 def text(found: Findings) -> list[str]:
-    """The page without colours."""
+    """Return the page without colour."""
     lines = facts(found)
     for title, headings, rows in tables(found):
         lines += ["", title, *_aligned(headings, rows)]
@@ -88,16 +92,18 @@ def text(found: Findings) -> list[str]:
 
 
 def facts(found: Findings) -> list[str]:
+    """Return the lines about versions and devices."""
     named = [f"{name.removeprefix('version_'):<12} {value}" for name, value in found.environment.items()]
     return [*named, "devices", *(f"  {device}" for device in found.devices)]
 
 
 def remarks(found: Findings) -> list[str]:
-    """What is wrong and what could be better, each with what to do about it."""
+    """Return what is wrong and what could be better, each with a remedy."""
     return [*(f"problem: {problem}" for problem in found.problems), *(f"advice: {advice}" for advice in found.advice)]
 
 
-def tables(found: Findings) -> list[Table]:
+def tables(found: Findings) -> list[Grid]:
+    """Return the tables of backends, errors and times."""
     states = [(row.device, row.backend, "works" if row.works else f"no: {row.reason}") for row in found.backends]
     checks = [
         (
@@ -118,7 +124,7 @@ def tables(found: Findings) -> list[Table]:
     return [
         ("backends", ("device", "backend", ""), states),
         ("errors relative to fp64", accuracy, checks),
-        ("a step of clip_loss, forward and backward", ("device", "backend", "dtype", "N", "D", "ms"), times),
+        ("one step of clip_loss, forward and backward", ("device", "backend", "dtype", "N", "D", "ms"), times),
     ]
 
 

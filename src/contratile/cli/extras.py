@@ -1,16 +1,16 @@
-"""Commands that need more than torch say so; other packages' bars stay out of logs."""
+"""Optional packages of the commands: a hint if they are missing, and no progress bars in logs."""
 
 import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-TRAIN = ("accelerate", "tokenizers", "safetensors", "tyro", "rich", "PIL")
-"""What `contratile train`, `eval` and `search` import."""
+TRAIN = ("accelerate", "safetensors", "tokenizers", "tyro", "rich", "PIL", "psutil")
+"""What `contratile train`, `eval` and `search` always import."""
 
 
 def missing(command: str, packages: Sequence[str], extra: str) -> bool:
-    """Say what to install if an extra is not there."""
+    """Print what to install, and return True, if a package of an extra is missing."""
     absent = [name for name in packages if not _there(name)]
     if absent:
         remedy = f'pip install "contratile[{extra}]"'
@@ -19,7 +19,7 @@ def missing(command: str, packages: Sequence[str], extra: str) -> bool:
 
 
 def quiet_progress() -> None:
-    """No progress bars of other packages where nobody watches. To be called before they are imported."""
+    """Turn off progress bars of other packages if stderr is not a terminal. Call it before they are imported."""
     if not sys.stderr.isatty():
         for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")
@@ -28,5 +28,5 @@ def quiet_progress() -> None:
 def _there(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except (ImportError, ValueError):  # hidden, or half imported
+    except (ImportError, ValueError):  # blocked, or partly imported
         return False

@@ -1,7 +1,6 @@
-"""Options that do not exist: the nearest one that does.
+"""Messages about options that do not exist, with the nearest one that does.
 
-known = ["--batch", "--chunk"]
-unknown_option("train", ["--batchsize", "3"], known)      # 'unknown option --batchsize. Did you mean --batch?'
+unknown_option("--batchsize", ["--batch", "--chunk"])      # 'unknown option --batchsize. Did you mean --batch?'
 """
 
 import argparse
@@ -13,7 +12,7 @@ from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, which says what is unknown, with what is near."""
+    """An ArgumentParser that names the nearest option when one does not exist."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, rest = self.parse_known_args(args, namespace)
@@ -27,10 +26,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def unknown_option(word: str, known: Iterable[str]) -> str:
-    """The sentence about an option that does not exist."""
+    """Return the error message for an option that does not exist."""
     name = word.partition("=")[0].replace("_", "-")
     close = difflib.get_close_matches(name, list(known), n=1)
-    # --batchsize is far from --batch in letters, but begins like it.
+    # difflib finds --batchsize too far from --batch; a common beginning counts more.
     begins = sorted((x for x in known if len(x) > 3 and (name.startswith(x) or x.startswith(name))), key=len)
     near = begins[-1:] or close
     hint = f"Did you mean {near[0]}?" if near else "See --help for all."
@@ -38,7 +37,7 @@ def unknown_option(word: str, known: Iterable[str]) -> str:
 
 
 def options_of(config: Any) -> list[str]:
-    """The options of a command whose options are the fields of a dataclass, or of the dataclasses in it."""
+    """Return the options of a command that takes the fields of a dataclass, or of the dataclasses in it."""
     found: list[str] = []
     for field in fields(config):
         value = getattr(config, field.name)
@@ -51,7 +50,7 @@ def options_of(config: Any) -> list[str]:
 
 
 def check_options(command: str, argv: Sequence[str], known: Sequence[str]) -> None:
-    """End with a line if a word is an option that does not exist."""
+    """Exit with an error message if a word is an option that does not exist."""
     for word in argv:
         name = word.partition("=")[0].replace("_", "-")
         if word.startswith("--") and len(word) > 2 and name not in (*known, "--help"):

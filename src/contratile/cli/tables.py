@@ -1,4 +1,4 @@
-"""What `contratile bench` prints: tables of recorded rows, and a line for each thing that was not measured."""
+"""The tables that `contratile bench` prints, and notes about what was not measured."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,30 +6,30 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from contratile.bench.rows import CacheRow, FamilyRow, LossRow, Recording, RingRow, Row, threads
+from contratile.bench.rows import CacheRow, FamilyRow, LossRow, Recording, RingRow, Row, threads_text
 
 TIMES = (
     "seconds: best and median of the rounds; % limit: time of four plain matrix products over best; x ours: best over "
-    "contratile's; "
+    "contratile's best; "
 )
 REST = "MiB: peak beyond inputs and gradients; errors: relative, against fp64"
 LOSS_HEADINGS = ("N", "contestant", "best", "median", "% limit", "x ours", "MiB", "err loss", "err grad")
 PAPER_RANKS = 8
 PAPER = (
-    "for comparison of the form only, the paper's own figures (Inf-CL, ViT-L/14 on 8 A800 GPUs, GB): batch 32k "
-    "CLIP 16.67, OpenCLIP 2.27, Inf-CL 0.18; 64k 66.11, 8.63, 0.36"
+    "the paper's own figures, on other hardware (ViT-L/14 on 8 A800 GPUs, GB): batch 32k CLIP 16.67, OpenCLIP 2.27, "
+    "Inf-CL 0.18; 64k 66.11, 8.63, 0.36"
 )
 
 
 def tables(recording: Recording[Any]) -> list[Table]:
-    """The tables of a benchmark."""
+    """Return the tables of a recording."""
     make: dict[str, Callable[[Recording[Any]], list[Table]]]
     make = {"loss": _loss_tables, "family": _family_tables, "ring": _ring_tables, "cache": _cache_tables}
     return make[recording.kind](recording)
 
 
 def notes(recording: Recording[Any]) -> list[str]:
-    """What was not measured and why, the sizes of one reason together."""
+    """Return a line for everything that was not measured, with all sizes that share a reason."""
     sizes: dict[tuple[str, str, str], list[str]] = {}
     for row in recording.rows:
         if row.status not in ("ok", "memory only"):
@@ -43,7 +43,7 @@ def notes(recording: Recording[Any]) -> list[str]:
 
 
 def _loss_tables(recording: Recording[LossRow]) -> list[Table]:
-    """A table for each D: sizes below each other, contestants from fast to slow."""
+    """One table per D: by size, contestants from fast to slow."""
     made = []
     for d in sorted({row.d for row in recording.rows}):
         table = _table(f"D = {d} · {_hardware(recording)}", LOSS_HEADINGS, TIMES + REST)
@@ -57,7 +57,7 @@ def _loss_cells(row: Any) -> list[str]:
 
 
 def _family_tables(recording: Recording[FamilyRow]) -> list[Table]:
-    """For each loss and D a table like that of one loss, and at the end all losses against their peers."""
+    """One table per loss and D, then a summary of all losses against other packages."""
     made = []
     for loss, d in dict.fromkeys((row.loss, row.d) for row in recording.rows):
         rows = [row for row in recording.rows if (row.loss, row.d) == (loss, d)]
@@ -85,7 +85,7 @@ def _rows_of(row: FamilyRow) -> str:
 
 
 def _ring_tables(recording: Recording[RingRow]) -> list[Table]:
-    """For each D and number of ranks: memory in the form of the paper's table, then time and traffic."""
+    """Per D and number of ranks: memory in the layout of the paper's table, then time and traffic."""
     made = []
     for d, world in sorted({(row.d, row.world) for row in recording.rows}):
         rows = [row for row in recording.rows if (row.d, row.world) == (d, world)]
@@ -97,14 +97,14 @@ def _ring_tables(recording: Recording[RingRow]) -> list[Table]:
         _fill(made[-1], rows, _ring_cells)
     made[-1].caption = (
         f"{TIMES}MiB sent: by a rank in a step, counted by the kernel; blocks: the same in units of N/P x D numbers; "
-        "% hidden: share of the ring's transfer time hidden behind compute, a lower and an upper bound; memory: "
-        "peak beyond inputs and gradients, of the largest rank, - where it does not fit into this machine"
+        "% hidden: lower and upper bound of the transfer time hidden behind compute; memory: peak of the largest rank "
+        "beyond inputs and gradients, - if it does not fit into this machine"
     )
     return made
 
 
 def _cache_tables(recording: Recording[CacheRow]) -> list[Table]:
-    """A table for each width."""
+    """One table per width."""
     made = []
     for d in sorted({row.d for row in recording.rows}):
         rows = [row for row in recording.rows if row.d == d]
@@ -114,7 +114,7 @@ def _cache_tables(recording: Recording[CacheRow]) -> list[Table]:
         _fill(made[-1], rows, _cache_cells)
     made[-1].caption = (
         f"{TIMES.replace('four plain matrix products', 'all chunks forward, then forward and backward,')}MiB: peak "
-        "beyond model, inputs and gradients; % loss: part of the step that is not the encoders'"
+        "beyond model, inputs and gradients; % loss: share of the step spent on the loss"
     )
     return made
 
@@ -130,7 +130,7 @@ def _ring_cells(row: Any) -> list[str]:
 
 
 def _memory_table(rows: list[RingRow], title: str) -> Table:
-    """Contestants below each other, global batches side by side."""
+    """One line per contestant, one column per global batch size."""
     sizes = sorted({row.n for row in rows})
     table = _table(title, ("contestant", *map(_batch, sizes)), None)
     cells = {(row.contestant, row.n): _memory_cell(row) for row in rows}
@@ -155,7 +155,7 @@ def _table(title: str, headings: Sequence[str], caption: str | None) -> Table:
 
 
 def _fill(table: Table, rows: Sequence[Row], cells: Any) -> None:
-    """The rows that have something to show, `cells` after the columns that all benchmarks have."""
+    """Add the rows that were measured: the columns of all benchmarks, then those that `cells` returns."""
     for n in sorted({row.n for row in rows}):
         group = [row for row in rows if row.n == n and (row.seconds_best or row.peak_extra_mib is not None)]
         group.sort(key=lambda row: row.seconds_best or float("inf"))
@@ -173,7 +173,7 @@ def _fill(table: Table, rows: Sequence[Row], cells: Any) -> None:
 
 def _hardware(recording: Recording[Any]) -> str:
     facts = recording.environment
-    return f"{facts['cpu']} · {threads(recording)} · torch {facts['torch']}"
+    return f"{facts['cpu']} · {threads_text(recording)} · torch {facts['torch']}"
 
 
 def _batch(n: int) -> str:

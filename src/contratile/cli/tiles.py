@@ -1,4 +1,4 @@
-"""`contratile tiles`: the tile plan for a problem on this machine, in pure integers."""
+"""`contratile tiles`: the tile plan of a problem on this machine."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,26 +8,27 @@ from contratile.cli.options import Parser
 from contratile.engine.plan import MiB, plan_tiles
 
 MOST = 10_000_000
-"""Tiles that are counted in seconds."""
+"""More tiles than this would take minutes to count."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Its options."""
+    """Return the options of the command."""
     parser = Parser(
         prog="contratile tiles",
-        description="Print how N x M scores over D features are cut into tiles on this machine.",
+        description="Show how N x M scores of D-dimensional features are cut into tiles on this machine, and what the "
+        "whole score matrix would take.",
     )
-    parser.add_argument("--n", type=_positive, required=True, help="queries")
-    parser.add_argument("--m", type=_positive, help="keys (default: as many as queries)")
-    parser.add_argument("--d", type=_positive, required=True, help="features")
-    parser.add_argument("--tile", type=_positive, help="force this many rows and columns per tile")
-    parser.add_argument("--itemsize", type=int, choices=(4, 8), default=4, help="bytes of a score (default: 4)")
-    parser.add_argument("--symmetric", action="store_true", help="queries are the keys: upper triangle only")
+    parser.add_argument("--n", type=_positive, required=True, help="number of queries")
+    parser.add_argument("--m", type=_positive, help="number of keys (default: as many as queries)")
+    parser.add_argument("--d", type=_positive, required=True, help="feature size")
+    parser.add_argument("--tile", type=_positive, help="use this many rows and columns per tile")
+    parser.add_argument("--itemsize", type=int, choices=(4, 8), default=4, help="bytes per score (default: 4)")
+    parser.add_argument("--symmetric", action="store_true", help="the keys are the queries: upper triangle only")
     return parser
 
 
 def tiles(argv: Sequence[str]) -> int:
-    """Print the plan, and what it saves."""
+    """Print the plan, and the size of the whole score matrix."""
     options = parser().parse_args(argv)
     m = options.m or options.n
     if options.symmetric and m != options.n:

@@ -12,6 +12,7 @@ from contratile.cli.extras import TRAIN, missing, quiet_progress
 from contratile.cli.options import check_options, options_of
 from contratile.errors import bad_value
 from contratile.printable import printable
+from contratile.recipes import find_recipe, recipe_names
 
 if TYPE_CHECKING:
     from contratile.train.config import TrainConfig
@@ -62,15 +63,16 @@ def parse(argv: Sequence[str]) -> "TrainConfig":
     from contratile.train.config import TrainConfig, load_config
 
     first = argparse.ArgumentParser(prog="contratile train", add_help=False, allow_abbrev=False)
-    first.add_argument("--config", type=Path)
+    first.add_argument("--config")
     first.add_argument("--allow-pipe", action="store_true")
     known, rest = first.parse_known_args(list(argv))
     default = TrainConfig()
     check_options("train", rest, ["--config", "--allow-pipe", *options_of(default)])
     if known.config is not None:
-        default = load_config(known.config, allow_pipe=known.allow_pipe)
+        recipe = find_recipe(known.config)
+        default = load_config(recipe, allow_pipe=known.allow_pipe)
         if not any(word.partition("=")[0] == "--out" for word in rest):
-            check_out(default.run.out, known.config)
+            check_out(default.run.out, recipe)
     return tyro.cli(
         TrainConfig,
         args=rest,
@@ -91,9 +93,11 @@ ABOUT = "\n\n".join(
         "Data: built-in icons, a table (pairs.csv with a column of image paths or texts and a column of texts), "
         "webdataset shards, or a dataset of the Hugging Face hub. A tenth is held out for evaluation unless "
         "--test-data is given.",
-        "A recipe (--config RECIPE.toml) sets many options at once; options on the command line override it. With "
-        "--allow-pipe the data that a recipe names may start programs (pipe:COMMAND).",
+        f"A recipe (--config RECIPE) sets many options at once: {', '.join(recipe_names())}, or a TOML file. "
+        "Options on the command line override it. With --allow-pipe the data that a recipe names may start programs "
+        "(pipe:COMMAND).",
         "Examples:\n"
+        "  contratile train --config icons --out runs/icons\n"
         "  contratile train --data pairs.csv --batch 8192 --steps 1000 --out runs/mine\n"
         "  contratile train --data pairs.csv --towers open_clip:ViT-B-32:laion2b_s34b_b79k --out runs/tuned\n"
         '  torchrun --nproc-per-node 8 -m contratile train --data "shards/{0000..0999}.tar" --steps 5000',

@@ -1,1 +1,1 @@
-"""What `contratile doctor` examines."""
+"""Checks of the machine at hand, shown by `contratile doctor`."""

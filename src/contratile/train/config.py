@@ -1,7 +1,7 @@
 """The options of a training run: checked dataclasses, saved with the run as TOML.
 
     config = TrainConfig(run=RunConfig(batch=4096), data=DataConfig(data="icons"))
-    load_config(Path("recipes/icons.toml"))
+    load_config(find_recipe("icons"))
 
 On the command line every field is an option of the same name; in a recipe it stands under its section.
 """
@@ -212,7 +212,9 @@ def load_config(path: Path, default: TrainConfig | None = None, *, allow_pipe: b
     except ValueError as error:  # invalid TOML or UTF-8, or a number with thousands of digits
         bad_value("config", expected=f"TOML in UTF-8, at most {LARGEST:,} bytes", got=path, remedy=f"{error}.")
     except RecursionError:
-        bad_value("config", expected="sections of values", got=f"{path}, nested too deeply", remedy="See recipes/.")
+        bad_value(
+            "config", expected="sections of values", got=f"{path}, nested too deeply", remedy="See docs/training.md."
+        )
     config = from_dict(given, default or TrainConfig(), where=str(path))
     if allow_pipe:
         return config

@@ -1,21 +1,16 @@
-"""The contestants of `contratile bench cache`: a training step without its optimiser, in chunks or not.
+"""Contestants of a training step, in chunks or all at once, without the optimizer.
 
-    step = CONTESTANTS["contratile"](Problem(n=1024, chunk=64))
+    step = CACHE_CONTESTANTS["contratile"].load(CacheProblem(n=1024, chunk=64))
     step()                                        # gradients are in .grad
-    step.loss_seconds                             # what the loss took of it
+    step.loss_seconds                             # how much of it was the loss
 
-All do the same: one encoder with dropout for queries and documents, and the InfoNCE loss of both, scale 20.
-
-    python -m contratile.bench.contestants.cache --contestant plain --n 1024 --chunk 64 --d 128
-
-prints the peak of a step beyond model, inputs and gradients as JSON, as `contratile.bench.memory` does.
+All do the same work: one encoder with dropout for queries and documents, and InfoNCE with scale 20.
 """
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -24,19 +19,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from contratile import GradCache, info_nce
+from contratile.bench.contestants import Contestant, packages_of
 from contratile.bench.contestants.cache_model import LAYERS, Encoder, SentenceModel, tokens
-from contratile.bench.contestants.loss import cure_torchvision, quiet
-from contratile.bench.harness import describe
-from contratile.bench.memory import MiB, Peak
-from contratile.host_memory import peak_growth
+from contratile.bench.contestants.loss import cure_torchvision
+from contratile.bench.memory import MiB
 
 SCALE = 20.0
 PLAIN_ROW = 4.6 * MiB
-"""Bytes that plain training keeps for a pair at width 128 and four layers, measured; used only to predict."""
+"""Measured bytes that plain training keeps per pair at width 128 and four layers."""
 
 
-class Problem:
-    """A model, a batch, and the size of its chunks."""
+class CacheProblem:
+    """A model, a batch, and the chunk size."""
 
     def __init__(self, n: int, chunk: int, *, width: int = 128, layers: int = LAYERS, dropout: float = 0.1) -> None:
         torch.manual_seed(0)
@@ -53,19 +47,20 @@ class Problem:
         return list(self.encoder.parameters())
 
     def clear(self) -> None:
+        """Drop all gradients."""
         for p in self.parameters:
             p.grad = None
 
 
-class Step:
-    """One way to do it. A call starts without gradients, as after an optimiser's step."""
+class TrainingStep:
+    """One way to compute the gradients of a problem. A call starts without gradients, as after an optimizer's step."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: CacheProblem) -> None:
         self.problem, self.loss_seconds = problem, float("inf")
         self.prepare()
 
     def prepare(self) -> None:
-        """Import and construct what the step needs."""
+        """Import and build what the step needs."""
 
     def __call__(self) -> Tensor:
         self.problem.clear()
@@ -75,7 +70,7 @@ class Step:
         raise NotImplementedError
 
     def timed(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        """The same work; the fastest run is remembered."""
+        """Return the same function, which remembers its fastest call in `loss_seconds`."""
 
         def run(*args: Any, **keywords: Any) -> Any:
             start = time.perf_counter()
@@ -86,7 +81,9 @@ class Step:
         return run
 
 
-class Ours(Step):
+class OurStep(TrainingStep):
+    """`contratile.GradCache`."""
+
     def prepare(self) -> None:
         loss = lambda query, document: info_nce(query, document, SCALE, group=None)  # noqa: E731
         self.cache = GradCache(self.problem.encoder, loss, self.problem.chunk)
@@ -99,8 +96,8 @@ class Ours(Step):
         return loss
 
 
-class Plain(Step):
-    """All activations at once, and a score matrix. Its loss cannot be told apart from the rest of its backward."""
+class PlainStep(TrainingStep):
+    """All activations at once, and a score matrix. Its loss cannot be timed apart from the rest of the backward."""
 
     def run(self) -> Tensor:
         query, document = (self.problem.encoder(x) for x in self.problem.sides)
@@ -109,7 +106,7 @@ class Plain(Step):
         return loss.detach()
 
 
-class Package(Step):
+class GradCacheStep(TrainingStep):
     """The package GradCache with its own loss class."""
 
     def prepare(self) -> None:
@@ -131,7 +128,7 @@ class Package(Step):
         return loss
 
 
-class SentenceTransformers(Step):
+class SentenceTransformersStep(TrainingStep):
     """`CachedMultipleNegativesRankingLoss` and the backward that its trainer would call."""
 
     def prepare(self) -> None:
@@ -148,8 +145,8 @@ class SentenceTransformers(Step):
         return loss.detach()
 
 
-class Limit(Step):
-    """What no cache can avoid: all chunks forward, then forward and backward."""
+class EncoderLimit(TrainingStep):
+    """What no gradient cache can avoid: all chunks forward, then forward and backward."""
 
     def run(self) -> Tensor:
         chunks = [x for side in self.problem.sides for x in torch.split(side, self.problem.chunk)]
@@ -162,55 +159,45 @@ class Limit(Step):
         return torch.empty(0)
 
 
-CONTESTANTS: dict[str, Callable[[Problem], Step]] = {
-    "contratile": Ours,
-    "plain": Plain,
-    "grad_cache": Package,
-    "sentence_transformers": SentenceTransformers,
-}
-PACKAGES = ("GradCache", "sentence-transformers")
+@dataclass(frozen=True, kw_only=True)
+class CacheContestant(Contestant):
+    """A way to do a training step. `keeps_all` and `matrices` only predict memory."""
+
+    load: Callable[[CacheProblem], TrainingStep]
+    keeps_all: bool = False
+    """Whether the activations of the whole batch are alive at the same time."""
+
+    matrices: float = 0.0
+    """How many N x N fp32 matrices are alive at the same time."""
+
+    def predicted_bytes(self, n: int, *, width: int, layers: int) -> float:
+        activations = PLAIN_ROW * n * (width / 128) * (layers / 4) if self.keeps_all else 0.0
+        return activations + 4 * self.matrices * n * n
 
 
-def predicted_bytes(name: str, n: int, *, width: int, layers: int) -> float:
-    """What is known to grow: the activations of plain training, the score matrices of a dense loss."""
-    if name == "plain":
-        return PLAIN_ROW * n * (width / 128) * (layers / 4) + 12.0 * n * n
-    return 12.0 * n * n if name == "grad_cache" else 0.0
+_ALL = (
+    CacheContestant(name="contratile", load=OurStep, about="GradCache with info_nce: chunks, no scores kept"),
+    CacheContestant(
+        name="plain",
+        load=PlainStep,
+        about="the whole batch at once, one logits matrix",
+        keeps_all=True,
+        matrices=3.0,
+    ),
+    CacheContestant(
+        name="grad_cache",
+        load=GradCacheStep,
+        about="GradCache of the package of that name: chunks, one logits matrix",
+        matrices=3.0,
+        package="GradCache",
+    ),
+    CacheContestant(
+        name="sentence_transformers",
+        load=SentenceTransformersStep,
+        about="CachedMultipleNegativesRankingLoss: chunks of sentences and of scores",
+        package="sentence-transformers",
+    ),
+)
 
-
-def peak(contestant: str, problem: Callable[[int], Problem], n: int) -> Peak:
-    """The peak of one step, in this process."""
-    try:
-        with quiet():
-            make = CONTESTANTS[contestant]
-            make(problem(min(n, 2 * problem(1).chunk)))()  # threads and libraries start up
-            step = make(problem(n))
-            step.problem.parameters  # noqa: B018 (made before the measurement starts)
-            growth = peak_growth(step)
-    except Exception as error:
-        return Peak(describe(error))
-    if growth is None:
-        return Peak("memory: needs a writable /proc/self/clear_refs (Linux)")
-    gradients = sum(p.grad.nbytes for p in step.problem.parameters if p.grad is not None)
-    return Peak("ok", max(0.0, (growth - gradients) / MiB))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m contratile.bench.contestants.cache", description=__doc__)
-    parser.add_argument("--contestant", choices=CONTESTANTS, required=True)
-    for name in ("n", "chunk", "d"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-
-    def problem(n: int) -> Problem:
-        return Problem(n, options.chunk, width=options.d, layers=options.layers)
-
-    status, mib = peak(options.contestant, problem, options.n)
-    print(json.dumps({"status": status, "peak_extra_mib": mib}))
-
-
-if __name__ == "__main__":
-    main()
+CACHE_CONTESTANTS = {contestant.name: contestant for contestant in _ALL}
+CACHE_PACKAGES = packages_of(_ALL)

@@ -8,7 +8,7 @@ VOCABULARY, TOKENS, LAYERS = 1000, 32, 4
 
 
 class Encoder(nn.Module):
-    """Unit vectors of texts: the mean of a transformer's outputs."""
+    """Encodes token ids to unit vectors: the normalised mean of a transformer's outputs."""
 
     def __init__(self, width: int = 128, layers: int = LAYERS, *, dropout: float = 0.1) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Encoder(nn.Module):
 
 
 class SentenceModel(nn.Sequential):
-    """The same under the calls of sentence-transformers."""
+    """The same encoder with the interface of sentence-transformers."""
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__(encoder)
@@ -35,5 +35,5 @@ class SentenceModel(nn.Sequential):
 
 
 def tokens(n: int, *, seed: int) -> Tensor:
-    """Token ids of n texts."""
+    """Return random token ids of n texts."""
     return torch.randint(VOCABULARY, (n, TOKENS), generator=torch.Generator().manual_seed(seed))

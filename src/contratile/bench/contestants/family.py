@@ -1,11 +1,11 @@
-"""The losses of the family, each with the package people use today, ours, and the reference in fp32.
+"""Contestants of the other losses: ours, the package people use today, and the dense reference in fp32.
 
     case = CASES["nt_xent"]
     problem = case.problem(1024, 256, scale=14.3)
     value = case.contestants["lightly"].load()(*problem.args)
 
-Everybody gets the same unit features. Packages that take cosines normalise them again, as they mean to; what they
-leave is the gradient of that, and so is the one they are compared with. A temperature is 1 / scale.
+Everybody gets the same unit features. Packages that use cosine similarity normalise them again, so they are compared
+with the gradient through that normalisation. A temperature is 1 / scale.
 """
 
 from collections.abc import Callable
@@ -21,104 +21,104 @@ from contratile.bench.contestants.loss import (
     CLIP,
     MINI_BATCH,
     Case,
-    Contestant,
-    Loss,
-    Problem,
-    Step,
+    LossContestant,
+    LossFunction,
+    LossProblem,
+    LossStep,
     backward,
     cure_torchvision,
     sentence_transformers_cached,
 )
 
 CLASS = 8
-"""Examples of each class in a labelled problem."""
+"""Examples per class in a labelled problem."""
 BIAS = -10.0
-"""That SigLIP starts with."""
+"""The initial bias of SigLIP."""
 MARGIN = 0.1
 SYMMETRIC = 2
-"""Products where the scores are: half the tiles of each of four."""
+"""Products of a symmetric score matrix: half the tiles of each of four products."""
 
 
-def labelled(n: int, d: int, *, scale: float, dtype: torch.dtype = torch.float32, seed: int = 0) -> Problem:
-    """N unit features, those of a class a little more alike than others, their labels, and a scale."""
+def labelled(n: int, d: int, *, scale: float, dtype: torch.dtype = torch.float32, seed: int = 0) -> LossProblem:
+    """Make N unit features, those of a class slightly more alike than others, their labels, and a scale."""
     random = torch.Generator().manual_seed(n + d + seed)
     labels = torch.arange(n) % max(1, n // CLASS)
     centres = F.normalize(torch.randn(n, d, generator=random), dim=1)[labels]
     z = torch.randn(n, d, generator=random).mul_(2 / d**0.5).add_(centres)
     z = F.normalize(z, dim=1, out=z).to(dtype).requires_grad_()
-    return Problem((z, labels, torch.tensor(scale, requires_grad=True)))
+    return LossProblem((z, labels, torch.tensor(scale, requires_grad=True)))
 
 
-def biased(n: int, d: int, *, scale: float, dtype: torch.dtype = torch.float32, seed: int = 0) -> Problem:
-    """Pairs, a scale and a bias."""
-    pairs = Problem.make(n, d, scale=scale, dtype=dtype, seed=seed)
-    return Problem((*pairs.args, torch.tensor(BIAS, requires_grad=True)))
+def biased(n: int, d: int, *, scale: float, dtype: torch.dtype = torch.float32, seed: int = 0) -> LossProblem:
+    """Make pairs, a scale and a bias."""
+    pairs = LossProblem.make(n, d, scale=scale, dtype=dtype, seed=seed)
+    return LossProblem((*pairs.args, torch.tensor(BIAS, requires_grad=True)))
 
 
-def normalised(loss: Loss) -> Loss:
-    """The loss of features that it normalises."""
+def normalised(loss: LossFunction) -> LossFunction:
+    """Return the loss of normalised features."""
     return lambda *args: loss(*(F.normalize(x, dim=1) if x.ndim == 2 else x for x in args))
 
 
-def cooled(loss: Loss) -> Loss:
-    """A loss that takes a temperature, given a scale."""
+def cooled(loss: LossFunction) -> LossFunction:
+    """Turn a loss that takes a temperature into one that takes a scale."""
     return lambda a, b, scale, **keywords: loss(a, b, 1 / scale, **keywords)
 
 
-def _fixed(make: Callable[[float], Any]) -> Step:
-    """The step of a module whose scale is a number of its own."""
+def _fixed(make: Callable[[float], Any]) -> LossStep:
+    """Return the step of a module whose scale is fixed when it is made."""
     module = cache(make)
     return backward(lambda a, b, scale: module(scale.item())(a, b))
 
 
-def _lightly() -> Step:
+def _lightly() -> LossStep:
     cure_torchvision()
     from lightly.loss import NTXentLoss
 
     return _fixed(lambda scale: NTXentLoss(temperature=1 / scale))
 
 
-def _pytorch_metric_learning() -> Step:
+def _pytorch_metric_learning() -> LossStep:
     from pytorch_metric_learning.losses import SupConLoss
 
     return _fixed(lambda scale: SupConLoss(temperature=1 / scale))
 
 
-def _open_clip() -> Step:
+def _open_clip() -> LossStep:
     cure_torchvision()
     from open_clip.loss import SigLipLoss
 
     return backward(SigLipLoss())
 
 
-def _sentence_transformers() -> Step:
+def _sentence_transformers() -> LossStep:
     cure_torchvision()
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
     model: Any = torch.nn.Sequential(torch.nn.Identity())  # embeddings are given: no model is run
     both: Any = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
 
-    def make(scale: float) -> Loss:
+    def make(scale: float) -> LossFunction:
         loss = MultipleNegativesRankingLoss(model, scale=scale, **both)
-        # What its forward does with the embeddings of two columns of sentences; it ignores labels.
+        # What its forward does with the embeddings of two columns; labels are ignored.
         return lambda query, doc: loss.compute_loss_from_embeddings([query, doc], torch.empty(0))
 
     return _fixed(make)
 
 
-def _info_nce_pytorch() -> Step:
+def _info_nce_pytorch() -> LossStep:
     from info_nce import InfoNCE
 
     return _fixed(lambda scale: InfoNCE(temperature=1 / scale))
 
 
-def _ours(loss: Loss, *, about: str, views: int = 1, products: int = 4) -> list[Contestant]:
-    """Without and with room for all tiles."""
+def _ours(loss: LossFunction, *, about: str, views: int = 1, products: int = 4) -> list[LossContestant]:
+    """Our loss without and with a cache for all tiles."""
 
-    def load() -> Step:
+    def load() -> LossStep:
         return backward(partial(loss, group=None))
 
-    def load_cached() -> Step:
+    def load_cached() -> LossStep:
         def cached(*args: Tensor) -> Tensor:
             return loss(*args, group=None, cache_bytes=4 * (views * len(args[0])) ** 2)
 
@@ -126,28 +126,28 @@ def _ours(loss: Loss, *, about: str, views: int = 1, products: int = 4) -> list[
 
     kept = views**2 * (0.5 if products == SYMMETRIC else 1.0)
     return [
-        Contestant(name="contratile", load=load, about=about, linear=16),
-        Contestant(
+        LossContestant(name="contratile", load=load, about=about, linear=16),
+        LossContestant(
             name="contratile_cached", load=load_cached, about="with cache_bytes for all tiles", matrices=kept, linear=16
         ),
     ]
 
 
-def _option(name: str, option: Callable[[int], dict[str, Any]], about: str) -> Contestant:
-    """`info_nce` with an option, given the number of queries."""
+def _option(name: str, option: Callable[[int], dict[str, Any]], about: str) -> LossContestant:
+    """`info_nce` with an option that depends on the number of queries."""
 
-    def bound(loss: Loss) -> Loss:
+    def bound(loss: LossFunction) -> LossFunction:
         return lambda query, key, scale, **how: loss(query, key, scale, **option(len(query)), **how)
 
-    def load() -> Step:
+    def load() -> LossStep:
         return backward(partial(bound(info_nce), group=None))
 
-    return Contestant(name=name, load=load, about=about, oracle=bound(reference.info_nce), linear=32)
+    return LossContestant(name=name, load=load, about=about, oracle=bound(reference.info_nce), linear=32)
 
 
-def _case(name: str, oracle: Loss, contestants: list[Contestant], *, dense: float, **facts: Any) -> Case:
-    """A case, the reference among its contestants; `dense` is the number of matrices that this one holds."""
-    formula = Contestant(name="dense", load=lambda: backward(oracle), about="the reference in fp32", matrices=dense)
+def _case(name: str, oracle: LossFunction, contestants: list[LossContestant], *, dense: float, **facts: Any) -> Case:
+    """Make a case and add the reference as a contestant, which holds `dense` N x N matrices."""
+    formula = LossContestant(name="dense", load=lambda: backward(oracle), about="the reference in fp32", matrices=dense)
     everybody = {contestant.name: contestant for contestant in [*contestants, formula]}
     return Case(name=name, contestants=everybody, oracle=oracle, **facts)
 
@@ -161,10 +161,10 @@ FAMILY = (
         _NT_XENT,
         [
             *_ours(cooled(nt_xent), about="nt_xent: upper triangle of 2N x 2N scores", views=2, products=SYMMETRIC),
-            Contestant(
+            LossContestant(
                 name="lightly",
                 load=_lightly,
-                about="NTXentLoss(temperature): four N x N blocks, cut, joined",
+                about="NTXentLoss(temperature): four N x N blocks, concatenated",
                 matrices=18.4,
                 package="lightly",
                 oracle=normalised(_NT_XENT),
@@ -179,7 +179,7 @@ FAMILY = (
         _SUP_CON,
         [
             *_ours(cooled(sup_con), about="sup_con: upper triangle of N x N scores", products=SYMMETRIC),
-            Contestant(
+            LossContestant(
                 name="pytorch_metric_learning",
                 load=_pytorch_metric_learning,
                 about="SupConLoss(temperature), cosines by its default",
@@ -197,7 +197,7 @@ FAMILY = (
         reference.siglip_loss,
         [
             *_ours(siglip_loss, about="siglip_loss"),
-            Contestant(
+            LossContestant(
                 name="open_clip", load=_open_clip, about="SigLipLoss()", matrices=9.2, package="open_clip_torch"
             ),
         ],
@@ -209,7 +209,7 @@ FAMILY = (
         reference.clip_loss,
         [
             *_ours(clip_loss, about="clip_loss"),
-            Contestant(
+            LossContestant(
                 name="sentence_transformers",
                 load=_sentence_transformers,
                 about="MultipleNegativesRankingLoss, both directions averaged, cosines by its default",
@@ -217,7 +217,7 @@ FAMILY = (
                 package="sentence-transformers",
                 oracle=normalised(reference.clip_loss),
             ),
-            Contestant(
+            LossContestant(
                 name="sentence_transformers_cached",
                 load=sentence_transformers_cached,
                 about=f"the loss stage of CachedMultipleNegativesRankingLoss, mini-batch {MINI_BATCH}",
@@ -234,7 +234,7 @@ FAMILY = (
             *_ours(info_nce, about="info_nce"),
             _option("contratile_ids", lambda n: {"ids": torch.arange(n) // 2}, "info_nce with ids, two pairs of each"),
             _option("contratile_margin", lambda n: {"margin": MARGIN}, f"info_nce with margin={MARGIN}"),
-            Contestant(
+            LossContestant(
                 name="info_nce_pytorch",
                 load=_info_nce_pytorch,
                 about="InfoNCE(temperature), cosines",

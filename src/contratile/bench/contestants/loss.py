@@ -1,20 +1,16 @@
-"""A case is a loss and its contestants; those here compute the symmetric loss, called the way their packages mean it.
+"""Contestants of the symmetric loss, each called the way its package intends.
 
-    step = CLIP.contestants["open_clip"].load()          # imports the package; ImportError if it is not there
+    step = CLIP.contestants["open_clip"].load()          # imports the package; ImportError if it is not installed
     problem = CLIP.problem(1024, 256, scale=14.3)
     value = step(*problem.args)                          # forward and backward; gradients are in .grad
 
-Features are [N, D] leaves, scale is a 0-d leaf. A step leaves the gradients of all (a package with a fixed scale
-leaves those of features). `matrices` is the number of N x N fp32 matrices alive at once, `linear` the number of
-floats per row besides: both measured, and used only to predict what cannot run.
+Features are [N, D] leaves and the scale is a 0-d leaf. A step fills in the gradients of all of them (packages with a
+fixed scale: of the features).
 """
 
-import contextlib
 import importlib
-import io
 import sys
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -24,46 +20,45 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contratile import clip_loss, reference
+from contratile.bench.contestants import Contestant
 from contratile.bench.harness import PRODUCTS
+from contratile.bench.harness import quiet as quiet
 
 MINI_BATCH = 1024
-Loss = Callable[..., Tensor]
-"""The value of a problem's arguments, to be differentiated."""
-Step = Callable[..., Tensor]
-"""Likewise, but it leaves the gradients in the arguments."""
+LossFunction = Callable[..., Tensor]
+"""Maps a problem's arguments to a differentiable value."""
+LossStep = Callable[..., Tensor]
+"""Runs forward and backward on a problem's arguments and leaves the gradients in them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contestant:
-    """One implementation."""
+class LossContestant(Contestant):
+    """An implementation of a loss in one process. `matrices` and `linear` were measured; they only predict memory."""
 
-    name: str
-    load: Callable[[], Step]
-    about: str
-    """One line: what is called and what is peculiar about it."""
-
+    load: Callable[[], LossStep]
     matrices: float = 0.0
-    linear: int = 0
-    dtype: torch.dtype = torch.float32
-    package: str | None = None
-    """Its distribution, where that is not this one."""
+    """How many N x N fp32 matrices are alive at the same time."""
 
-    oracle: Loss | None = None
-    """What it computes in terms of the reference, where that is not the loss of its case to the letter."""
+    linear: int = 0
+    """How many floats per row are alive besides."""
+
+    dtype: torch.dtype = torch.float32
+    oracle: LossFunction | None = None
+    """What it computes in terms of `contratile.reference`, if that differs from the loss of its case."""
 
     def predicted_bytes(self, n: int, d: int) -> float:
         return 4 * (self.matrices * n * n + (self.linear + 4 * d) * n)
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What a loss is called with: features [N, D], and what else it takes."""
+class LossProblem:
+    """The arguments of a loss: features [N, D] and whatever else it takes."""
 
     args: tuple[Tensor, ...]
 
     @classmethod
-    def make(cls, n: int, d: int, *, scale: float, dtype: torch.dtype = torch.float32, seed: int = 0) -> "Problem":
-        """N pairs of unit features, of which a pair's own are a little more alike than others, and a scale."""
+    def make(cls, n: int, d: int, *, scale: float, dtype: torch.dtype = torch.float32, seed: int = 0) -> "LossProblem":
+        """Make N pairs of unit features, the two of a pair slightly more alike than others, and a scale."""
         random = torch.Generator().manual_seed(n + d + seed)
         image = F.normalize(torch.randn(n, d, generator=random), dim=1)
         text = torch.randn(n, d, generator=random).mul_(2 / d**0.5).add_(image)
@@ -73,7 +68,7 @@ class Problem:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """What needs a gradient."""
+        """The arguments that need a gradient."""
         return [x for x in self.args if x.requires_grad]
 
     @property
@@ -81,15 +76,16 @@ class Problem:
         return [x for x in self.leaves if x.ndim == 2]
 
     def clear(self) -> None:
+        """Drop all gradients."""
         for leaf in self.leaves:
             leaf.grad = None
 
-    def double(self) -> "Problem":
-        """The same numbers in fp64."""
-        return Problem(tuple(x.detach().double().requires_grad_() if x.requires_grad else x for x in self.args))
+    def double(self) -> "LossProblem":
+        """Return the same numbers in fp64."""
+        return LossProblem(tuple(x.detach().double().requires_grad_() if x.requires_grad else x for x in self.args))
 
-    def bind(self, step: Step) -> Callable[[], Tensor]:
-        """A step on this problem, whose gradients are dropped before each call, as an optimiser would."""
+    def bind(self, step: LossStep) -> Callable[[], Tensor]:
+        """Return the step on this problem; gradients are dropped before each call, as an optimizer would."""
 
         def call() -> Tensor:
             self.clear()
@@ -100,34 +96,25 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A loss with everybody who computes it."""
+    """A loss and everybody who computes it."""
 
     name: str
-    contestants: dict[str, Contestant]
-    oracle: Loss
-    """Of `contratile.reference`, in terms of a problem's arguments."""
+    contestants: dict[str, LossContestant]
+    oracle: LossFunction
+    """The same loss from `contratile.reference`."""
 
-    problem: Callable[..., Problem] = Problem.make
-    """Of n, d and keywords scale, dtype."""
+    problem: Callable[..., LossProblem] = LossProblem.make
+    """Called with n, d and keywords scale, dtype."""
 
     views: int = 1
-    """The scores have so many times N rows and columns."""
+    """The score matrix has `views` * N rows and columns."""
 
     products: int = PRODUCTS
-    """Matrix products of that size that a step needs which keeps no scores: half as many if scores are symmetric."""
+    """Products of that size in a step that keeps no scores: half as many if the scores are symmetric."""
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Packages warn and print while they are imported and compiled; a benchmark's reader did not ask them to."""
-    sink = io.StringIO()
-    with warnings.catch_warnings(), contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):
-        warnings.simplefilter("ignore")
-        yield
-
-
-def backward(loss: Loss) -> Step:
-    """The step of a loss: its value, and its gradients."""
+def backward(loss: LossFunction) -> LossStep:
+    """Return the step of a loss: forward and backward."""
 
     def step(*args: Tensor) -> Tensor:
         value = loss(*args)
@@ -137,7 +124,7 @@ def backward(loss: Loss) -> Step:
     return step
 
 
-def _dense() -> Step:
+def _dense() -> LossStep:
     def loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
         logits = scale * image @ text.T
         labels = torch.arange(len(logits))
@@ -146,26 +133,26 @@ def _dense() -> Step:
     return backward(loss)
 
 
-def _contratile() -> Step:
+def _contratile() -> LossStep:
     return backward(lambda image, text, scale: clip_loss(image, text, scale, group=None))
 
 
-def _contratile_cached() -> Step:
+def _contratile_cached() -> LossStep:
     def loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
         return clip_loss(image, text, scale, group=None, cache_bytes=4 * len(image) * len(text))
 
     return backward(loss)
 
 
-def _open_clip() -> Step:
+def _open_clip() -> LossStep:
     cure_torchvision()
     from open_clip.loss import ClipLoss
 
     return backward(ClipLoss())
 
 
-def inf_cl_ring() -> Step:
-    """The paper's ring is written for two ranks or more: on one, its gradient would be sent over gloo to itself."""
+def inf_cl_ring() -> LossStep:
+    """Both directions of the paper's ring. On one rank nothing is sent: gloo does not let a rank send to itself."""
     import inf_cl.ring
     import torch.distributed as dist
 
@@ -194,8 +181,8 @@ def inf_cl_ring() -> Step:
     return backward(loss)
 
 
-def sentence_transformers_cached() -> Step:
-    """The loss stage of the cached loss: chunks of rows, each run backward at once, gradients in place."""
+def sentence_transformers_cached() -> LossStep:
+    """The loss stage of the cached loss: mini-batches of rows, each with its own backward, gradients in place."""
     cure_torchvision()
     from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
     from sentence_transformers.util import dot_score
@@ -214,7 +201,7 @@ def sentence_transformers_cached() -> Step:
         )
 
     def chunks(x: Tensor) -> list[Tensor]:
-        """The mini-batches of embeddings that the package holds, their gradients views into that of x."""
+        """Split embeddings into mini-batches as the package does; their gradients are views of x.grad."""
         x.grad = torch.zeros_like(x)
         parts = []
         for part, grad in zip(torch.split(x.detach(), MINI_BATCH), torch.split(x.grad, MINI_BATCH), strict=True):
@@ -229,7 +216,7 @@ def sentence_transformers_cached() -> Step:
     return step
 
 
-def _cut_ce() -> Step:
+def _cut_ce() -> LossStep:
     from cut_cross_entropy import linear_cross_entropy
 
     def loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
@@ -242,7 +229,7 @@ def _cut_ce() -> Step:
     return backward(loss)
 
 
-def _keops() -> Step:
+def _keops() -> LossStep:
     import pykeops
     from pykeops.torch import LazyTensor
 
@@ -260,11 +247,11 @@ def _keops() -> Step:
 
 @cache
 def cure_torchvision() -> object:
-    """A CUDA build of torchvision beside a CPU build of torch lacks two operators and cannot be imported.
+    """Define two operators without which a CUDA build of torchvision cannot be imported beside a CPU build of torch.
 
-    A build that can is left alone. The cache keeps the library, and with it the operators, alive.
+    A torchvision that can be imported is left alone. The cache keeps the library, and so the operators, alive.
     """
-    if sys.modules.get("torchvision", torch) is None:  # the trainer has hidden it
+    if sys.modules.get("torchvision", torch) is None:  # hidden by somebody else
         del sys.modules["torchvision"]
     try:
         return importlib.import_module("torchvision")
@@ -279,49 +266,49 @@ def cure_torchvision() -> object:
 
 
 _ALL = (
-    Contestant(name="contratile", load=_contratile, about="clip_loss: 4 products, no scores kept", linear=16),
-    Contestant(
+    LossContestant(name="contratile", load=_contratile, about="clip_loss: 4 products, no scores kept", linear=16),
+    LossContestant(
         name="contratile_cached",
         load=_contratile_cached,
         about="clip_loss with cache_bytes for all tiles: 3 products",
         matrices=1.0,
     ),
-    Contestant(
+    LossContestant(
         name="contratile_bf16",
         load=_contratile,
         about="clip_loss on bfloat16 features",
         dtype=torch.bfloat16,
     ),
-    Contestant(name="dense", load=_dense, about="one logits matrix, two cross entropies: 3 products", matrices=4.0),
-    Contestant(
+    LossContestant(name="dense", load=_dense, about="one logits matrix, two cross entropies: 3 products", matrices=4.0),
+    LossContestant(
         name="open_clip",
         load=_open_clip,
         about="ClipLoss(): two logits matrices, 6 products",
         matrices=4.1,
         package="open_clip_torch",
     ),
-    Contestant(
+    LossContestant(
         name="inf_cl_ring",
         load=inf_cl_ring,
         about="cal_ring_loss per direction, PyTorch path of the paper's package on one rank: 8 products",
         matrices=3.9,
         package="inf-cl",
     ),
-    Contestant(
+    LossContestant(
         name="sentence_transformers",
         load=sentence_transformers_cached,
         about=f"CachedMultipleNegativesRankingLoss, both directions, mini-batch {MINI_BATCH}, fixed scale: 6 products",
         linear=11 * MINI_BATCH,
         package="sentence-transformers",
     ),
-    Contestant(
+    LossContestant(
         name="cut_ce",
         load=_cut_ce,
         about="linear_cross_entropy per direction, impl=torch_compile (its kernels need CUDA): 6 products",
         matrices=2.2,
         package="cut-cross-entropy",
     ),
-    Contestant(
+    LossContestant(
         name="keops",
         load=_keops,
         about="LazyTensor log-sum-exps, compiled per D on first use",
@@ -329,11 +316,5 @@ _ALL = (
     ),
 )
 
-CONTESTANTS = {contestant.name: contestant for contestant in _ALL}
-CLIP = Case(name="clip", contestants=CONTESTANTS, oracle=reference.clip_loss)
-
-
-def packages(*cases: Case) -> tuple[str, ...]:
-    """The distributions that take part, in the order of their first appearance."""
-    everybody = (contestant for case in cases for contestant in case.contestants.values())
-    return tuple(dict.fromkeys(contestant.package for contestant in everybody if contestant.package))
+LOSS_CONTESTANTS = {contestant.name: contestant for contestant in _ALL}
+CLIP = Case(name="clip", contestants=LOSS_CONTESTANTS, oracle=reference.clip_loss)

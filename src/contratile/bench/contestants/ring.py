@@ -1,10 +1,7 @@
-"""The contestants over ranks: the symmetric loss over the global batch, called the way their packages mean it.
+"""Contestants of the symmetric loss over ranks, each called the way its package intends.
 
-    step = RING_CONTESTANTS["open_clip_local"].load()    # in a rank whose default process group is up
-    value = step(image, text, scale)                     # this rank's pairs; gradients are in .grad
-
-`floats(n, total, d)` is what a rank with n of `total` pairs holds beyond inputs and gradients: measured, and used
-only to predict what cannot run. What a rank costs before it does anything is added to it.
+step = RING_CONTESTANTS["open_clip_local"].load()    # in a rank whose default process group is up
+value = step(image, text, scale)                     # this rank's pairs; gradients are in .grad
 """
 
 from collections.abc import Callable
@@ -16,36 +13,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contratile import clip_loss
-from contratile.bench.contestants.loss import Step, backward, cure_torchvision, inf_cl_ring
+from contratile.bench.contestants import Contestant, packages_of
+from contratile.bench.contestants.loss import LossStep, backward, cure_torchvision, inf_cl_ring
 
 RANK_BYTES = 500 << 20
-"""Interpreter, torch and the contestants' packages."""
+"""What a rank needs for Python, torch and the contestants' packages."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RingContestant:
-    """One implementation."""
+class RingContestant(Contestant):
+    """An implementation of the symmetric loss over ranks."""
 
-    name: str
-    load: Callable[[], Step]
-    about: str
-    """One line: what is called and what is peculiar about it."""
-
+    load: Callable[[], LossStep]
     floats: Callable[[int, int, int], float]
-    package: str | None = None
-    """Its distribution, where that is not this one."""
+    """What a rank with n of `total` pairs of D features holds beyond inputs and gradients; only predicts memory."""
 
     def predicted_bytes(self, world: int, total: int, d: int) -> float:
-        """Of all ranks together, with inputs and gradients."""
+        """Return the memory of all ranks together, inputs and gradients included."""
         n = total // world
         return world * (RANK_BYTES + 4 * (4 * n * d + self.floats(n, total, d)))
 
 
-def _contratile() -> Step:
+def _contratile() -> LossStep:
     return backward(lambda image, text, scale: clip_loss(image, text, scale, group="auto"))
 
 
-def _open_clip(*, local_loss: bool = False, gather_with_grad: bool = False) -> Step:
+def _open_clip(*, local_loss: bool = False, gather_with_grad: bool = False) -> LossStep:
     cure_torchvision()
     from open_clip.loss import ClipLoss
 
@@ -53,8 +46,8 @@ def _open_clip(*, local_loss: bool = False, gather_with_grad: bool = False) -> S
     return backward(ClipLoss(**modes, rank=dist.get_rank(), world_size=dist.get_world_size()))
 
 
-def _disco() -> Step:
-    """After DisCo-CLIP: rows of this rank only, and what they owe to others' features is returned to the owners."""
+def _disco() -> LossStep:
+    """The idea of DisCo-CLIP: compute this rank's rows, then reduce gradients of other features to their owners."""
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def gathered(x: Tensor) -> Tensor:
@@ -91,7 +84,7 @@ _ALL = (
     RingContestant(
         name="open_clip",
         load=_open_clip,
-        about="ClipLoss(): all features gathered, N x N logits on every rank, others' features are constants",
+        about="ClipLoss(): all features gathered, N x N logits on every rank, other ranks' features are constants",
         floats=lambda n, total, d: 4.1 * total * total + 6 * total * d,
         package="open_clip_torch",
     ),
@@ -125,4 +118,4 @@ _ALL = (
 )
 
 RING_CONTESTANTS = {contestant.name: contestant for contestant in _ALL}
-RING_PACKAGES = tuple(dict.fromkeys(contestant.package for contestant in _ALL if contestant.package))
+RING_PACKAGES = packages_of(_ALL)

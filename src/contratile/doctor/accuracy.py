@@ -1,0 +1,101 @@
+"""Is every loss right on this machine? Values and gradients are compared with the dense formula in fp64.
+
+    check_accuracy(torch.device("cpu"), "torch", "clip_loss", torch.float32).ok
+
+Allowed is three times the error of the dense formula in the compute dtype (fp32 or fp64), plus a few rounding errors.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contratile import reference
+from contratile.doctor.inputs import SCALE, compute_dtype, dtype_name, error_text, features
+from contratile.losses import functional
+
+LossCall = Callable[..., Tensor]
+LOSSES: dict[str, LossCall] = {
+    "clip_loss": lambda of, q, k, s, **how: of.clip_loss(q, k, s, **how),
+    "info_nce": lambda of, q, k, s, **how: of.info_nce(q[::2], k, s, labels=_indices(q[::2]) * 2, **how),
+    "nt_xent": lambda of, q, k, s, **how: of.nt_xent(q, k, 1 / s, **how),
+    "sup_con": lambda of, q, k, s, **how: of.sup_con(torch.cat([q, k]), _indices(q).repeat(2) % 7, 1 / s, **how),
+    "siglip_loss": lambda of, q, k, s, **how: of.siglip_loss(q, k, s, -5.0, **how),
+}
+"""How each loss is called: `of` is `losses.functional` or `reference`, then queries, keys and scale."""
+
+
+def _indices(x: Tensor) -> Tensor:
+    return torch.arange(len(x), device=x.device)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Errors of one loss relative to the largest entry: of its value, and of its worst gradient."""
+
+    device: str
+    backend: str
+    loss: str
+    dtype: str
+    value_error: float
+    value_allowed: float
+    grad_error: float
+    grad_allowed: float
+    ok: bool
+    note: str = ""
+    """The exception, if the loss raised one."""
+
+    def __str__(self) -> str:
+        what = self.note or (
+            f"error {self.value_error:.1e} of the loss ({self.value_allowed:.1e} allowed) and "
+            f"{self.grad_error:.1e} of a gradient ({self.grad_allowed:.1e} allowed)"
+        )
+        return f"{self.device}: {self.loss}, {self.backend}, {self.dtype}: {what}"
+
+
+def check_accuracy(device: torch.device, backend: str, loss: str, dtype: torch.dtype) -> Accuracy:
+    """Compare a loss with fp64, allowing for the error that the dense formula has in the same dtype."""
+    inputs = features(97, 40, dtype, device)
+    wide = compute_dtype(dtype)
+    exact = _value_and_grads(loss, reference, [x.cpu().double() for x in inputs])
+    naive = _errors(_value_and_grads(loss, reference, [x.to(wide) for x in inputs]), exact)
+    noise = 8 * torch.finfo(wide).eps * (1 + SCALE)
+    rounding = 0.0 if dtype == wide else 2 * torch.finfo(dtype).eps  # of a gradient, and of the factors it is made from
+    allowed = 3 * naive[0] + noise, 3 * naive[1] + noise + rounding
+    key = str(device), backend, loss, dtype_name(dtype)
+    try:
+        errors = _errors(_value_and_grads(loss, functional, inputs, group=None, backend=backend), exact)
+    except Exception as error:  # whatever a user would run into
+        return Accuracy(*key, float("nan"), allowed[0], float("nan"), allowed[1], ok=False, note=error_text(error))
+    ok = all(error <= limit for error, limit in zip(errors, allowed, strict=True))
+    return Accuracy(*key, errors[0], allowed[0], errors[1], allowed[1], ok)
+
+
+def checked_dtypes(device: torch.device, backend: str, quick: bool) -> list[torch.dtype]:
+    """Return the dtypes in which a backend is checked on a device."""
+    if backend == "triton":
+        # Triton's interpreter treats the bits of bf16 as integers.
+        half = torch.float16 if device.type == "cpu" else torch.bfloat16
+        return [torch.float32, half] if quick or device.type == "cpu" else [torch.float32, half, torch.float16]
+    # The dense backend computes in the features' dtype, so 16-bit features have no accuracy to hold it to.
+    halves = [] if backend == "dense" else [torch.bfloat16] if quick else [torch.bfloat16, torch.float16]
+    return [torch.float32, *halves, *([] if quick or device.type == "mps" else [torch.float64])]
+
+
+def _value_and_grads(loss: str, of: Any, inputs: Sequence[Tensor], **how: Any) -> list[Tensor]:
+    """The loss and its gradients, in fp64 on the CPU."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    value = LOSSES[loss](of, *leaves, **how)
+    grads = torch.autograd.grad(value, leaves)
+    return [x.detach().cpu().double() for x in (value, *grads)]
+
+
+def _errors(got: Sequence[Tensor], exact: Sequence[Tensor]) -> tuple[float, float]:
+    """Relative errors of the value and of the worst gradient; NaN counts as infinite."""
+    errors = [
+        float(((a - b).abs().max() / b.abs().max()).nan_to_num(nan=float("inf")))
+        for a, b in zip(got, exact, strict=True)
+    ]
+    return errors[0], max(errors[1:])
