@@ -81,8 +81,8 @@ class Loader:
         ...     def __getitem__(self, index): return Sample(f"{index}", f"number {index}", key=f"{index}")
         ...     def texts(self): return iter(())
         >>> loader = Loader(Numbers(), (list, list), batch=4, chunk=3, shuffle=False, epochs=1)
-        >>> [len(batch.chunks) for batch in loader]
-        [2, 2]
+        >>> [sum(len(chunk.left) for chunk in batch.chunks) for batch in loader]
+        [4, 4]
     """
 
     def __init__(
