@@ -4,7 +4,7 @@ import torch
 
 from contratile.engine.backends.block import Given, Scores, SideGrad
 from contratile.engine.backends.triton_configs import Arch
-from contratile.engine.backends.triton_tiles import Call, Chunks, Device, Launch, forward_launches
+from contratile.engine.backends.triton_tiles import KernelCall, Chunks, Device, Launch, forward_launches
 from contratile.engine.plan import plan_tiles
 from contratile.engine.rule import PairRule
 from contratile.engine.spec import Spec
@@ -33,7 +33,7 @@ def sample_launches(
         q, None if one_set else k, scalar, scalar if softplus else None, pairs, plan, None, None, vector[:0]
     )
     spec = Spec("softplus" if softplus else "lse", cols=not one_set and not softplus, precision=precision)
-    call = Call(scores, spec, Device(arch, 108))
+    call = KernelCall(scores, spec, Device(arch, 108))
     statistics = SideParts(total=vector) if softplus else SideParts(vector, vector)
     side = SideGrad(None if softplus else vector, vector, None)
     given = Given(side, side if spec.cols else None, vector, None if softplus else vector)

@@ -85,7 +85,7 @@ def arch_of(device: torch.device) -> Arch | None:
     return triton_configs.known_arch(torch.cuda.get_device_capability(device))
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """The arguments that all kernels of a block share."""
 
     scores: Scores
@@ -157,7 +157,7 @@ def forward(scores: Scores, spec: Spec, pos: Tensor | None) -> tuple[SideParts, 
     col = _empty(len(key), q.device, lse=lse) if spec.cols else SideParts()
     if len(q) and len(key):
         with _on(q.device):
-            for launch in forward_launches(Call(scores, spec, Device.of(q.device)), row, col, pos):
+            for launch in forward_launches(KernelCall(scores, spec, Device.of(q.device)), row, col, pos):
                 launch.run()
     return row, col
 
@@ -167,7 +167,7 @@ def _empty(n: int, device: torch.device, *, lse: bool) -> SideParts:
     return SideParts(*stats) if lse else SideParts(total=stats.total)
 
 
-def forward_launches(call: Call, row: SideParts, col: SideParts, pos: Tensor | None) -> Iterator[Launch]:
+def forward_launches(call: KernelCall, row: SideParts, col: SideParts, pos: Tensor | None) -> Iterator[Launch]:
     """For each chunk of row blocks: the tiles, and the merge of their partial results into the statistics."""
     scores, config = call.scores, call.config
     n, m = len(scores.q), len(scores.key)
@@ -250,7 +250,7 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
         given, peak = _near_one(given, fp16=q.dtype == torch.float16)
         alpha = _number(scores.alpha, q.device)
         factor = alpha * peak
-        call = Call(scores, spec, Device.of(q.device))
+        call = KernelCall(scores, spec, Device.of(q.device))
         write, add_up = dq is not None or dk is not None, dalpha is not None or dbias is not None
         chunks = Chunks(call, given, write=write, add_up=add_up)
         if scores.k is None:
@@ -301,7 +301,7 @@ def _products_of_one_set(chunks: Chunks, q: Tensor, dq: Tensor | None, factor: T
 class Chunks:
     """The chunks of g and the sums over them."""
 
-    def __init__(self, call: Call, given: Given, *, write: bool, add_up: bool) -> None:
+    def __init__(self, call: KernelCall, given: Given, *, write: bool, add_up: bool) -> None:
         scores, config = call.scores, call.config
         q, symmetric = scores.q, scores.k is None
         self.n, self.m, self.symmetric = len(q), len(scores.key), symmetric
