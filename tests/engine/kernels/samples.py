@@ -4,7 +4,7 @@ import torch
 
 from contratile.engine.backends.block import Given, Scores, SideGrad
 from contratile.engine.backends.triton_configs import Arch
-from contratile.engine.backends.triton_tiles import KernelCall, Chunks, Device, Launch, forward_launches
+from contratile.engine.backends.triton_tiles import Chunks, Device, KernelCall, Launch, forward_launches
 from contratile.engine.plan import plan_tiles
 from contratile.engine.rule import PairRule
 from contratile.engine.spec import Spec
