@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import contratile as ct
-from contratile.bench.contestants.loss import cure_torchvision
+from tests.torchvision_repair import repair_torchvision
 
 
 def pairs(n: int, d: int, *, noise: float = 1.0, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -21,7 +21,7 @@ def pairs(n: int, d: int, *, noise: float = 1.0, seed: int = 0) -> tuple[Tensor,
 
 @pytest.mark.parametrize(("n", "tile"), [(1, None), (37, 8), (300, None), (301, 64)])
 def test_same_numbers_as_open_clip(n: int, tile: int | None) -> None:
-    cure_torchvision()
+    repair_torchvision()
     from open_clip_train.train import get_clip_metrics
 
     image, text = pairs(n, 16, noise=2.0)

@@ -2,9 +2,10 @@
 
 A CUDA build of torchvision beside a CPU build of torch cannot be imported ("operator torchvision::nms does not exist"),
 and transformers, open_clip, timm, lightly and sentence-transformers fail with it. Contratile leaves that to the user;
-these tests define the missing operators. Run another program so repaired with
+these tests define the missing operators. Run another program with the repair by
 
     python -m tests.torchvision_repair examples/hf_trainer.py --arguments
+    PYTHONPATH=tests/repair contratile bench loss        # and every process that it starts
 """
 
 import runpy

@@ -166,9 +166,11 @@ def test_scale(loss: Any) -> None:
         return lambda: loss(X, Y, scale)
 
     what = "a float or a 0-d float tensor"
-    fails(call(torch.ones(2)), ValueError, expected=what, got="torch.float32 of shape [2]", remedy="One scale")
-    fails(call(torch.ones(6, 1)), ValueError, expected=what, got="torch.float32 of shape [6, 1]", remedy="One scale")
-    fails(call(torch.tensor(2)), ValueError, expected=what, got="torch.int64 of shape []", remedy="One scale")
+    fails(call(torch.ones(2)), ValueError, expected=what, got="torch.float32 of shape [2]", remedy="share one scale")
+    fails(
+        call(torch.ones(6, 1)), ValueError, expected=what, got="torch.float32 of shape [6, 1]", remedy="share one scale"
+    )
+    fails(call(torch.tensor(2)), ValueError, expected=what, got="torch.int64 of shape []", remedy="share one scale")
     fails(call("2"), TypeError, expected=what, got="str", remedy="Pass a number")
     fails(call(None), TypeError, expected=what, got="NoneType", remedy="Pass a number")
     fails(call(True), TypeError, expected=what, got="bool", remedy="Pass a number")

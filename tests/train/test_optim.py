@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from contratile.bench.contestants.loss import cure_torchvision
 from contratile.models.towers import TowerConfig, build_towers
 from contratile.train.config import load_config
 from contratile.train.loop import Trainer
@@ -28,6 +27,7 @@ from contratile.train.optim import (
     parameter_groups,
     resolved,
 )
+from tests.torchvision_repair import repair_torchvision
 from tests.train.runs import clip_folder, shapes, small, weights
 
 
@@ -125,7 +125,7 @@ def test_optimizers_of_torch(name: str, cls: type[torch.optim.Optimizer]) -> Non
 @pytest.mark.filterwarnings("ignore")  # packages that timm imports
 @pytest.mark.parametrize(("name", "cls"), [("timm:lion", "Lion"), ("timm:LAMB", "Lamb"), ("timm:adamw", "AdamW")])
 def test_optimizers_of_timm(name: str, cls: str) -> None:
-    keeps_alive = cure_torchvision()
+    keeps_alive = repair_torchvision()
     assert_learns(name, None, cls)
     with pytest.raises(ValueError, match=r"optimizer timm:loin: name: expected one of .*lion.*Did you mean lion"):
         make_optimizer(nn.Linear(2, 2), OptimConfig(optimizer="timm:loin"))

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from contratile.bench.contestants.loss import cure_torchvision
 from contratile.report.tracking import history
 from contratile.train.loop import Trainer
+from tests.torchvision_repair import repair_torchvision
 from tests.train.runs import clip_folder, losses, sentence_folder, shapes, small, texts, weights
 
 LOSSES = ["clip", "infonce", "siglip", "ntxent", "supcon"]
@@ -96,7 +96,7 @@ def test_workers_change_nothing(table: Path, tmp_path: Path, usual: list[float])
 def test_other_optimizers_train_and_go_on_exactly(
     table: Path, tmp_path: Path, optimizer: str, usual: list[float]
 ) -> None:
-    cure_torchvision()
+    repair_torchvision()
     options: dict[str, Any] = {"optimizer": optimizer, "steps": 3, "eval_every": 3, "save_every": 1, "keep": 9}
     options |= {"momentum": 0.9} if optimizer == "SGD" else {}
     Trainer(small(table, tmp_path / "whole", **options)).run()
@@ -143,7 +143,7 @@ def test_every_loss_with_every_kind_of_towers(
 @pytest.mark.slow
 @pytest.mark.peers
 def test_open_clip_towers_train(table: Path, tmp_path: Path) -> None:
-    cure_torchvision()
+    repair_torchvision()
     config = small(table, tmp_path, towers="open_clip:ViT-S-32-alt", pixels=32, batch=8, chunk=4, **SHORT)
     assert Trainer(config).run().finished
     first, *_, last = losses(tmp_path)

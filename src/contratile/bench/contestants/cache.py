@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from contratile import GradCache, info_nce
 from contratile.bench.contestants import Contestant, packages_of
 from contratile.bench.contestants.cache_model import LAYERS, Encoder, SentenceModel, tokens
-from contratile.bench.contestants.loss import cure_torchvision
 from contratile.bench.memory import MiB
 
 SCALE = 20.0
@@ -132,7 +131,6 @@ class SentenceTransformersStep(TrainingStep):
     """`CachedMultipleNegativesRankingLoss` and the backward that its trainer would call."""
 
     def prepare(self) -> None:
-        cure_torchvision()
         from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
 
         model: Any = SentenceModel(self.problem.encoder)

@@ -26,7 +26,6 @@ from contratile.bench.contestants.loss import (
     LossProblem,
     LossStep,
     backward,
-    cure_torchvision,
     sentence_transformers_cached,
 )
 
@@ -72,7 +71,6 @@ def _fixed(make: Callable[[float], Any]) -> LossStep:
 
 
 def _lightly() -> LossStep:
-    cure_torchvision()
     from lightly.loss import NTXentLoss
 
     return _fixed(lambda scale: NTXentLoss(temperature=1 / scale))
@@ -85,14 +83,12 @@ def _pytorch_metric_learning() -> LossStep:
 
 
 def _open_clip() -> LossStep:
-    cure_torchvision()
     from open_clip.loss import SigLipLoss
 
     return backward(SigLipLoss())
 
 
 def _sentence_transformers() -> LossStep:
-    cure_torchvision()
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
     model: Any = torch.nn.Sequential(torch.nn.Identity())  # embeddings are given: no model is run

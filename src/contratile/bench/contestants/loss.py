@@ -8,8 +8,6 @@ Features are [N, D] leaves and the scale is a 0-d leaf. A step fills in the grad
 fixed scale: of the features).
 """
 
-import importlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -145,7 +143,6 @@ def _contratile_cached() -> LossStep:
 
 
 def _open_clip() -> LossStep:
-    cure_torchvision()
     from open_clip.loss import ClipLoss
 
     return backward(ClipLoss())
@@ -183,7 +180,6 @@ def inf_cl_ring() -> LossStep:
 
 def sentence_transformers_cached() -> LossStep:
     """The loss stage of the cached loss: mini-batches of rows, each with its own backward, gradients in place."""
-    cure_torchvision()
     from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
     from sentence_transformers.util import dot_score
 
@@ -243,26 +239,6 @@ def _keops() -> LossStep:
         return result
 
     return backward(loss)
-
-
-@cache
-def cure_torchvision() -> object:
-    """Define two operators without which a CUDA build of torchvision cannot be imported beside a CPU build of torch.
-
-    A torchvision that can be imported is left alone. The cache keeps the library, and so the operators, alive.
-    """
-    if sys.modules.get("torchvision", torch) is None:  # hidden by somebody else
-        del sys.modules["torchvision"]
-    try:
-        return importlib.import_module("torchvision")
-    except ImportError:
-        return None
-    except RuntimeError:
-        library: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
-        for operator in ("nms", "qnms"):
-            if not hasattr(torch.ops.torchvision, operator):
-                library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        return library
 
 
 _ALL = (

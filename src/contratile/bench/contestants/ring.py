@@ -14,7 +14,7 @@ from torch import Tensor
 
 from contratile import clip_loss
 from contratile.bench.contestants import Contestant, packages_of
-from contratile.bench.contestants.loss import LossStep, backward, cure_torchvision, inf_cl_ring
+from contratile.bench.contestants.loss import LossStep, backward, inf_cl_ring
 
 RANK_BYTES = 500 << 20
 """What a rank needs for Python, torch and the contestants' packages."""
@@ -39,7 +39,6 @@ def _contratile() -> LossStep:
 
 
 def _open_clip(*, local_loss: bool = False, gather_with_grad: bool = False) -> LossStep:
-    cure_torchvision()
     from open_clip.loss import ClipLoss
 
     modes = {"local_loss": local_loss, "gather_with_grad": gather_with_grad}
