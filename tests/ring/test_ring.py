@@ -20,6 +20,7 @@ from contratile.engine.backends import torch_tiles
 from contratile.ring.schedule import FlatSchedule
 from contratile.ring.team import NoAnswer, RankLost, Team, bounded, watched
 from tests.ranks import fresh_group, pool
+from tests.torchvision_repair import repair_torchvision
 
 SIZES: list[tuple[int, ...]] = [(9,), (8, 9), (1, 6), (5, 0, 17), (7, 7, 7), (3, 11, 0, 2)]
 D = 13
@@ -336,10 +337,10 @@ def test_gradient_accumulation_without_synchronisation() -> None:
 
 
 def open_clip_gradients(sizes: tuple[int, ...], local_loss: bool, gather_with_grad: bool) -> list[Tensor]:
-    from contratile.bench.contestants.loss import LOSS_CONTESTANTS, quiet
+    from contratile.bench.harness import quiet
 
+    repair_torchvision()
     with quiet():
-        LOSS_CONTESTANTS["open_clip"].load()  # makes the package importable beside a CPU build of torch
         from open_clip.loss import ClipLoss
 
         model = Towers()
