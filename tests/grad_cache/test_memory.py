@@ -144,8 +144,10 @@ def test_a_loss_that_is_dropped_closes_its_file(tmp_path: Path) -> None:
 
 
 STUCK = """
-import sys, time, torch, contratile as ct
+import signal, sys, time, torch, contratile as ct
 from tests.grad_cache.towers import Tower, ids_of
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in the background
 
 class Slow(Tower):
     def forward(self, input_ids, attention_mask=None):
@@ -175,6 +177,7 @@ def test_no_file_remains_after_a_signal(how: signal.Signals, tmp_path: Path) -> 
         assert process.wait(600) != 0
     finally:
         process.kill()
+        process.wait()
         process.stdout.close()
     assert not list(tmp_path.iterdir())
 
