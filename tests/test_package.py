@@ -87,7 +87,7 @@ def test_the_core_alone(clean: Path, tmp_path: Path) -> None:
     assert found and float(found[1]) > 0 and str(clean.parent) in found[2]
     assert "verdict: healthy" in run(clean / "contratile", "doctor", "--quick", "--device", "cpu", cwd=tmp_path)
     told = run(clean / "contratile", "train", "--config", "icons", cwd=tmp_path, code=1)
-    assert 'pip install "contratile[train]"' in told
+    assert 'pip install ".[train]"' in told
 
 
 def test_the_demo_from_the_wheel(clean: Path, wheel: Path, tmp_path: Path) -> None:

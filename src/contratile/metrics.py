@@ -163,7 +163,7 @@ def _pairs(image: Tensor, text: Tensor, image_of_text: Tensor | None, pairs: Ten
     """Rows (image, text) that belong together [P, 2], without duplicates."""
     if pairs is not None:
         if image_of_text is not None:
-            bad_value("pairs", expected="pairs= or image_of_text=", got="both", remedy="pairs= says everything.")
+            bad_value("pairs", expected="pairs= or image_of_text=", got="both", remedy="Pass only pairs=.")
         if not isinstance(pairs, Tensor) or pairs.dim() != 2 or pairs.shape[1] != 2 or len(pairs) == 0:
             found = list(pairs.shape) if isinstance(pairs, Tensor) else type(pairs).__name__
             remedy = "Pass one (image row, text row) for each pair that belongs together."

@@ -244,7 +244,7 @@ def test_the_core_alone_has_help_and_says_what_to_install() -> None:
     lines = "for words in ('--help', 'tiles --n 64 --d 8'): assert main(words.split()) == 0"
     done = shell("bench", "loss", "--quick", prelude=f"{BLOCK_EXTRAS}\nfrom contratile.cli import main\n{lines}")
     assert done.returncode == 1 and "64 x 64 x 8 in" in done.stdout
-    assert len(done.stderr.splitlines()) == 1 and 'pip install "contratile[bench]"' in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and 'pip install ".[bench]"' in done.stderr
 
 
 def test_a_run_that_is_broken_off_leaves_its_rows(tmp_path: Path) -> None:

@@ -159,6 +159,9 @@ def _run(words: list[str]) -> int:
     if not words:
         print(usage(COMMANDS))
         return 2
+    if listed and len(words) == 1:  # a group, such as bench, without one of its commands
+        print(usage(listed))
+        return 2
     names = [command.name for command in listed or COMMANDS]
     said = " ".join(words)
     near = difflib.get_close_matches(said, names, n=1)

@@ -13,7 +13,7 @@ def missing(command: str, packages: Sequence[str], extra: str) -> bool:
     """Print what to install, and return True, if a package of an extra is missing."""
     absent = [name for name in packages if not _there(name)]
     if absent:
-        remedy = f'pip install "contratile[{extra}]"'
+        remedy = f'pip install ".[{extra}]" in a clone of Contratile'
         print(f"contratile {command}: needs {', '.join(absent)}; install with: {remedy}", file=sys.stderr)
     return bool(absent)
 

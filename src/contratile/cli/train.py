@@ -190,9 +190,8 @@ def _print_results(trainer: "Trainer", outcome: "Outcome", written: "Written") -
     print(printable("\n".join(table(outcome.metrics, guess, trainer.sides)), lines=True))
     print(f"R@10 is {outcome.metrics[BEST] / guess[BEST]:.0f} times chance")
     print(
-        f"These are the weights of step {outcome.step}; the best ones, used by `contratile eval`, are of step", end=" "
+        f"These are the weights of step {outcome.step}. `contratile eval` uses the best ones, step {trainer.best_step}."
     )
-    print(trainer.best_step)
     for row in written.searched:
         print(f'nearest to "{printable(row.query)}"', *(f"  {line}" for line in lines(row)), sep="\n")
     print(f"report: {written.report}")

@@ -130,7 +130,8 @@ def need(module: str, extra: str = "train") -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise ImportError(f'{module} is needed for this data: pip install "contratile[{extra}]" ({error})') from error
+        remedy = f'pip install ".[{extra}]" in a clone of Contratile'
+        raise ImportError(f"{module} is needed for this data: {remedy} ({error})") from error
 
 
 def left_name(sample: Sample) -> str:

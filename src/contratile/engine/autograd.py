@@ -110,7 +110,7 @@ def _with_zeros(grads: PairStats, results: PairStats) -> PairStats:
 
 
 class _Final(torch.autograd.Function):
-    """A gradient that cannot be differentiated again, and says so."""
+    """A gradient that raises if it is differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, anchor: Tensor) -> Tensor:

@@ -167,7 +167,7 @@ def _resolved(spec: Spec, x: Inputs) -> Spec:
 
 
 def _side_grad(side: SideStats, grad: SideStats, spec: Spec, level: Tensor | None) -> SideGrad | None:
-    """What the backward pass knows of one side; None if nothing was built on its totals."""
+    """Inputs of the backward pass for one side; None if nothing was built on its totals."""
     if grad.total is None:
         return None
     if spec.reduce == "softplus":
@@ -188,7 +188,7 @@ def _scores(
 ) -> Scores:
     """The scores of this rank's queries with a visitor's keys."""
     home = source == ring.team.rank
-    # Positives and selves are at home; ids are compared with every visitor's.
+    # Positives and self-pairs occur only in a rank's own block; ids are compared with every visitor's.
     rule = PairRule(
         labels=x.labels if home else None,
         exclude_self=spec.exclude_self and home,

@@ -1,4 +1,4 @@
-"""How well a batch is told apart: the statistics that `return_stats=True` returns beside a loss."""
+"""Batch statistics (accuracy, ranks, mean logits) that `return_stats=True` adds to a loss."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Call:
     """The loss concatenates its features to one set, with `views` times as many rows."""
 
     def start(self, group: Group, check: Callable[[], None] = lambda: None) -> Rings:
-        """Check the arguments, by `check` those of this loss alone, and meet the other ranks.
+        """Check the arguments (`check` adds those of this loss), then do the handshake with the other ranks.
 
         If one rank's arguments are bad, every rank raises: none is left waiting.
         """
@@ -195,10 +195,12 @@ class PairOptions:
             bad_value("margin", expected="a finite number", got=self.margin, remedy="Leave it out for no filter.")
         number = scale.item() if isinstance(scale, Tensor) and _readable(scale) else scale
         if not isinstance(number, Tensor) and not number > 0:
-            remedy = "Scores of other scales are not in the order of the similarities: drop margin=."
+            remedy = "With a scale of 0 or less, scores do not rank like similarities: drop margin=."
             bad_value("scale", expected="a positive number beside margin=", got=number, remedy=remedy)
         if self.label_smoothing:
-            remedy = "Smoothing is uniform over all keys that count, known before their scores: drop one of them."
+            remedy = (
+                "Smoothing needs the set of keys before their scores are known; margin chooses it by scores. Drop one."
+            )
             got = f"margin={self.margin}, label_smoothing={self.label_smoothing}"
             bad_value("margin and label_smoothing", expected="one of them", got=got, remedy=remedy)
 

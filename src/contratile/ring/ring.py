@@ -149,7 +149,7 @@ class Mail(Generic[R]):
 
 @dataclass
 class Block(Generic[C, G]):
-    """A rank's keys on their visit, and what this rank gathers for them."""
+    """A visiting block of keys, and what this rank gathers for it."""
 
     source: int
     home: bool

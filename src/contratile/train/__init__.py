@@ -3,14 +3,15 @@
     from contratile.train import RunConfig, TrainConfig, Trainer, write_results
 
     trainer = Trainer(TrainConfig(run=RunConfig(out=Path("runs/icons"), steps=100)))
-    outcome = trainer.run()                      # run again, it continues from the last checkpoint
-    write_results(trainer, outcome)              # gallery, contact sheet, report.html
+    outcome = trainer.run()                      # started again, it continues from the last checkpoint
+    if outcome.held_out is not None:             # None if the run had been finished before
+        write_results(trainer, outcome)          # gallery, contact sheet, report.html
 
     towers, config, step = load_run(Path("runs/icons"))
     retrieval(encode(towers, open_source(config.data, "test"), chunk=256))
     search(towers, load_gallery(Path("runs/icons")), ["battery charging"])
 
-Needs `pip install "contratile[train]"`.
+Needs the packages of the extra `demo`, or of `train` for pretrained encoders and other data.
 """
 
 from contratile.data.catalog import DataConfig as DataConfig

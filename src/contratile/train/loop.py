@@ -90,7 +90,7 @@ class Trainer:
     Examples:
         >>> trainer = Trainer(TrainConfig(run=RunConfig(out=Path("runs/icons"), steps=100)))    # doctest: +SKIP
         >>> outcome = trainer.run()                                                            # doctest: +SKIP
-        >>> write_results(trainer, outcome)                                                    # doctest: +SKIP
+        >>> if outcome.held_out is not None: write_results(trainer, outcome)                   # doctest: +SKIP
     """
 
     config: TrainConfig
@@ -247,7 +247,7 @@ class Trainer:
         self.loader.load_state_dict(facts["loader"])
         self.step = facts["step"]
         out = self.config.run.out
-        # A run that starts from a checkpoint of another one looks for a best of its own.
+        # A run that starts from a checkpoint of another one tracks its own best checkpoint.
         best = checkpoint.best(out) if run_of(folder).resolve() == out.resolve() else None
         if best is not None and facts["best"] is not None and math.isfinite(facts["best"]):
             self.best, self.best_step = facts["best"], checkpoint.step_of(best) or 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from contratile.data.files import written_whole
+from contratile.errors import bad_value
 from contratile.models.encoding import SourceFeatures
 from contratile.report.gallery import GALLERY, Gallery, found_rows, make_gallery, save_gallery
 from contratile.report.html import write_report
@@ -58,15 +59,20 @@ def write_results(trainer: Trainer, outcome: Outcome, notify: Callable[[str], ob
 
     Args:
         trainer: The run.
-        outcome: What `trainer.run()` returned; it must have the held-out features.
+        outcome: What `trainer.run()` returned, with held-out features.
         notify: Called with a status text.
 
     Returns:
         What was written.
+
+    Raises:
+        ValueError: The outcome has no held-out features: the run had been finished before, or was stopped.
     """
     config, source, run = trainer.config, trainer.held_out, trainer.config.run.out
     held_out = outcome.held_out
-    assert held_out is not None, "only the main process of a run that finished just now has results to write"
+    if held_out is None:
+        remedy = "Call it on the main process if outcome.held_out is not None; an earlier run has its results already."
+        bad_value("outcome", expected="one of a run that finished just now", got="one without features", remedy=remedy)
     (run / FINISHED).unlink(missing_ok=True)
     training = None if outcome.training is None else (outcome.training, trainer.source)
     gallery = make_gallery(held_out, source, outcome.step, training)
@@ -115,7 +121,7 @@ def _notes(trainer: Trainer, held_out: SourceFeatures, gallery: Gallery) -> list
     names, texts = len(set(held_out.names)), len(set(held_out.texts))
     if names != len(held_out.keys) or texts != len(held_out.keys):
         counts = ", ".join(f"{n:,} {side}" for n, side in zip((names, texts), gallery.sides, strict=True))
-        notes.append(f"Repeated items count once ({counts}); a query is answered by any item that belongs to it.")
+        notes.append(f"Repeated items count once ({counts}); any matching item counts as a hit.")
     if bool(gallery.trained.any()):
         notes.append(f"Search covers {gallery.counts()}.")
     n, loss = config.run.batch, config.loss

@@ -55,7 +55,7 @@ class Scores(NamedTuple):
 
 
 class SideGrad(NamedTuple):
-    """What the backward pass knows of the rows, or of the columns."""
+    """Inputs of the backward pass for the rows, or the columns."""
 
     lse: Tensor | None
     """Their log-sum-exps; None for sums of softplus."""

@@ -83,7 +83,7 @@ def _unavailable(device: torch.device) -> str | None:
     try:
         import triton
     except ImportError:
-        return "no Triton (pip install 'contratile[triton]')"
+        return "no Triton (pip install triton)"
     found = str(triton.__version__)
     if tuple(int(number) for number in found.split(".")[:2]) < TRITON:
         return f"Triton {found}, which is older than {'.'.join(map(str, TRITON))}"
