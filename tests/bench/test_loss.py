@@ -224,11 +224,17 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"contratile {contratile.__version__}\n"
 
 
-@pytest.mark.parametrize("words", [["fly"], ["bench", "fly"], ["bench"], ["fly", "--help"]])
+@pytest.mark.parametrize("words", [["fly"], ["bench", "fly"], ["fly", "--help"]])
 def test_unknown_commands_are_named(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     said = capsys.readouterr().err
     assert "unknown command" in said and " ".join(words) in said and "bench loss" in said
+
+
+def test_a_group_without_a_command_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench"]) == 2
+    said = capsys.readouterr().out
+    assert "bench loss" in said and "bench ring" in said and "tiles" not in said
 
 
 def test_tiles_prints_the_plan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -138,7 +138,7 @@ def icons_folder() -> Path:
     for place in spec.submodule_search_locations or () if spec else ():
         if (folder := Path(place) / "templates" / ".icons").is_dir():
             return folder
-    remedy = 'Install it: pip install mkdocs-material resvg-py.'
+    remedy = "Install it: pip install mkdocs-material resvg-py."
     raise ImportError(f"icons: expected the package mkdocs-material with its icons, found none. {remedy}")
 
 
