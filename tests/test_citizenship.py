@@ -200,6 +200,15 @@ def test_second_derivative_is_refused(name: str) -> None:
         grad.square().sum().backward()
 
 
+def test_no_second_derivative_of_16_bit_queries_with_hard_negatives() -> None:
+    """Their gradients add up in a stand-in; a part of the second derivative would be wrong."""
+    q, k, s = leaves(dtype=torch.bfloat16)
+    hard = randn(N, 2, D, seed=5, dtype=torch.bfloat16)
+    (grad,) = torch.autograd.grad(ct.info_nce(q, k, s, hard_negatives=hard), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(grad.float().pow(2).sum(), q)
+
+
 def test_dense_backend_has_a_second_derivative() -> None:
     q, k, s = leaves(dtype=torch.float64)
     (grad,) = torch.autograd.grad(ct.clip_loss(q, k, s, backend="dense"), q, create_graph=True)

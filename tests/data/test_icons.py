@@ -135,7 +135,9 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(module, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="mkdocs-material with its icons, found none. Install it: pip install mkdocs"):
+    with pytest.raises(
+        ImportError, match=r"mkdocs-material with its icons, found none\. Install it: pip install mkdocs"
+    ):
         Icons("train", cache=tmp_path)
 
 

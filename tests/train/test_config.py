@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from contratile.recipes import find_recipe, recipe_names
-from contratile.train.config import TrainConfig, load_config, to_toml
+from contratile.train.config import RunConfig, TrainConfig, load_config, save_config, to_toml
 from contratile.train.loop import Trainer
 from tests.train.runs import shapes, small
 
@@ -95,3 +95,11 @@ def test_there_are_recipes() -> None:
     assert {"icons", "icons-whole", "wordnet", "cc3m-clip", "cc12m-clip", "cc12m-lit", "laion400m-lit"} <= {
         path.stem for path in RECIPES
     }
+
+
+def test_text_that_toml_cannot_hold_is_refused_before_it_is_written(tmp_path: Path) -> None:
+    """Bytes of the command line that are not UTF-8: the run's own config.toml could not be read any more."""
+    config = TrainConfig(run=RunConfig(out=tmp_path, queries=("fine", "\udcff")))
+    with pytest.raises(ValueError, match=r"expected text in UTF-8, got '\\udcff'"):
+        save_config(config, tmp_path)
+    assert not list(tmp_path.iterdir())

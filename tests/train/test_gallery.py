@@ -35,7 +35,7 @@ def test_it_holds_all_pairs_and_says_which_were_trained_on(trained: Path) -> Non
     marks = dict(zip(gallery.texts, gallery.trained_items("right"), strict=True))
     assert {text for text, mark in marks.items() if mark} == set(training)
     assert gallery.trained_items("left") == [gallery.caption(item) in training for item in range(len(gallery.names))]
-    assert f"{len(training)} trained on, {len(held_out)} held out" in gallery.counts()
+    assert f"{len(training)} training, {len(held_out)} held out" in gallery.counts()
     assert all(gallery.pictures)
 
 
@@ -74,8 +74,12 @@ def test_the_sheet_of_held_out_queries_has_held_out_items_alone(trained: Path) -
 
 def test_queries_are_in_the_report(trained: Path) -> None:
     page = (trained / "report.html").read_text(encoding="utf-8")
-    assert "<h2>Search</h2>" in page and "whether it was trained on" in page and page.count("data:image/png") == 2
-    assert "trained on," in page and "none of their texts" not in page
+    assert (
+        "<h2>Search</h2>" in page
+        and "whether it is from the training data" in page
+        and page.count("data:image/png") == 2
+    )
+    assert " training, " in page and "none of their texts" not in page
 
 
 @pytest.mark.parametrize(
@@ -104,7 +108,7 @@ def test_all_pairs_of_a_stream_are_refused(trained: Path, tmp_path: Path) -> Non
 
 
 def test_a_gallery_of_an_earlier_version_is_of_held_out_pairs(trained: Path, tmp_path: Path) -> None:
-    """It does not say which pairs were trained on."""
+    """It does not say which pairs are training data."""
     save_gallery(load_gallery(trained), tmp_path)
     tensors = load_file(tmp_path / "gallery.safetensors")
     del tensors["trained"]

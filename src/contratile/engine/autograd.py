@@ -88,8 +88,8 @@ class _Pairs(torch.autograd.Function):
         with torch.no_grad():
             out = backward(ring, x, spec, results, given, wanted)
         if torch.is_grad_enabled():  # create_graph=True: these gradients may be used, but not differentiated
-            anchor = next(t for t in (*x, *grads) if t is not None and t.requires_grad)
-            out = InputGrads(*(None if t is None else _Final.apply(t, anchor) for t in out))  # type: ignore[no-untyped-call]
+            anchors = [t for t in (*x, *grads) if t is not None and t.requires_grad]
+            out = InputGrads(*(None if t is None else _Final.apply(t, *anchors) for t in out))  # type: ignore[no-untyped-call]
         by_name = out._asdict()
         if x.stand_in is not None:
             by_name["stand_in"] = by_name.pop("query")
@@ -113,7 +113,8 @@ class _Final(torch.autograd.Function):
     """A gradient that raises if it is differentiated again."""
 
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, grad: Tensor, *anchors: Tensor) -> Tensor:
+        """`anchors`: whichever of them is differentiated, the way there leads through here."""
         return grad.view_as(grad)
 
     @staticmethod

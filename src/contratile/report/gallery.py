@@ -79,7 +79,7 @@ class Gallery(NamedTuple):
     def counts(self) -> str:
         """How many left items there are, and how many of them are training data."""
         trained = sum(self.trained_items("left"))
-        split = f" ({trained:,} trained on, {len(self.names) - trained:,} held out)" if trained else ""
+        split = f" ({trained:,} training, {len(self.names) - trained:,} held out)" if trained else ""
         return f"{len(self.names):,} {self.sides[0]} items{split}"
 
 

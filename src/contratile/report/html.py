@@ -30,7 +30,9 @@ _TITLES = {
 _NO_CURVE = ("step", "epoch", "memory", "loss_memory", "dense_memory", "broken", "skipped", "pairs", "seconds")
 
 SHEET_TEXT = "Held-out texts, each with the nearest held-out images; a frame and a tick mark the right one."
-SEARCH_TEXT = "The images nearest to some texts. Below each: its caption, score, and whether it was trained on."
+SEARCH_TEXT = (
+    "The images nearest to some texts. Below each: its caption, score, and whether it is from the training data."
+)
 
 _STYLE = """
 :root { color-scheme: light dark;

@@ -115,7 +115,8 @@ class RunConfig:
     """Seconds that processes wait for each other before a dead or stalled one ends the run."""
 
     gallery: Literal["auto", "held-out", "all"] = "auto"
-    """What `contratile search` covers: all pairs, held-out ones, or auto: all, if they are at most 20,000."""
+    """What `contratile search` covers: all pairs, held-out ones, or auto: all, if they are
+    at most 20,000 and the run sees each at least once."""
 
     queries: tuple[str, ...] = ()
     """Texts to search for at the end of the run; the results are printed and shown in the report."""
@@ -341,5 +342,15 @@ def save_config(config: TrainConfig, folder: Path) -> None:
 
 
 def _toml(value: Any) -> str:
+    for text in value if isinstance(value, tuple) else [value]:
+        if isinstance(text, str) and not _is_unicode(text):
+            bad_value(
+                "config", expected="text in UTF-8", got=ascii(text), remedy="Check the bytes of the command line."
+            )
     # Strings, numbers, booleans and lists are written the same in JSON and TOML.
     return json.dumps(list(value) if isinstance(value, tuple) else value)
+
+
+def _is_unicode(text: str) -> bool:
+    """Bytes of the command line that are not UTF-8 become lone surrogates, which TOML cannot hold."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)

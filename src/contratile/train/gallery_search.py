@@ -40,7 +40,7 @@ def search(
         among: The side that is searched. By default the images; for text pairs the right side.
 
     Returns:
-        For each query what was found, best first: captions, names, pictures, scores, and whether it was trained on.
+        For each query what was found, best first: captions, names, pictures, scores, and whether it is training data.
 
     Examples:
         >>> run = Path("runs/icons")                                               # doctest: +SKIP

@@ -176,6 +176,8 @@ class Trainer:
         self.sharded = sharding and self.accelerator.num_processes > 1
         if self.sharded:
             check_sharding(self.config, self.accelerator.num_processes)
+            if run.queries:
+                self.notices.append("queries are not searched with --fsdp: use `contratile search` afterwards")
         self.main = bool(self.accelerator.is_main_process)
         set_seed(run.seed)
 
