@@ -556,7 +556,7 @@ def test_modules_call_their_functions() -> None:
 @pytest.mark.parametrize(
     ("chosen", "said"),
     [
-        ({"margin": 0.1, "label_smoothing": 0.1}, "drop one of them"),
+        ({"margin": 0.1, "label_smoothing": 0.1}, "Drop one"),
         ({"label_smoothing": 1.0}, "from 0 to below 1"),
         ({"margin": "much"}, "margin: expected a number"),
         ({"ids": torch.zeros(3, dtype=torch.long)}, r"ids: expected shape \[37\]"),
