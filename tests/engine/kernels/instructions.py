@@ -47,7 +47,7 @@ CALLS: dict[str, Callable[[int, int], list[Launch]]] = {
 
 MULTIPLIES = re.compile(r"(HMMA|IMMA|QMMA|OMMA|HGMMA|QGMMA|IGMMA|UTC\w*MMA)$")
 COPIES = re.compile(
-    r"(LDSM|LDGSTS|LDGDEPBAR|DEPBAR|WARPGROUP|WARPGROUPSET|UTMA\w+|UTC\w+|LDTM|STTM|SYNCS|ARRIVES|FENCE|UCGABAR_\w+)$"
+    r"(LDGSTS|LDGDEPBAR|DEPBAR|WARPGROUP|WARPGROUPSET|UTMALDG|UTMAPF|UTC\w+|LDTM|STTM|SYNCS|ARRIVES|FENCE|UCGABAR_\w+)$"
 )
 """Copies of operands, and of the product from and to tensor memory, with what waits for them."""
 
@@ -56,19 +56,19 @@ CLASSES: dict[str, str] = {
     "other special functions": r"MUFU",
     "shuffles": r"SHFL|C?REDUX",
     "adds": r"FADD",
-    "fma, mul": r"FFMA|FMUL",
+    "fma, mul": r"FFMA|FMUL|HFMA2\S* (?!-?RZ,RZ)|HMUL2",
     "min, max": r"FMNMX",
-    "selects": r"FSEL|U?SEL\b",
-    "conversions": r"F2F|F2I|I2F|U?F2FP|HADD2|FRND|HMUL2|HFMA2\.BF16",
-    "moves": r"MOV|UMOV|IMAD\.MOV|IMAD\.U32|HFMA2|CS2R|S2R|S2UR|R2UR|R2P|P2R|CS2UR|R2UR",
-    "memory": r"LD|ST|ULD|RED|ATOM|CCTL",
+    "selects": r"FSEL|SEL",
+    "conversions": r"F2F|F2I|I2F|F2FP|HADD2|FRND",
+    "moves": r"MOV|IMAD\.MOV|IMAD\.U32 RZ,RZ|HFMA2\S* -?RZ,RZ|C?S2U?R|R2UR|R2P|P2U?R",
+    "memory": r"LD|ST|RED|ATOM|CCTL|TMA",
     "control": r"BRA|BAR|EXIT|BSSY|BSYNC|BREAK|WARPSYNC|CALL|RET|NOP|MEMBAR|ERRBAR|YIELD|NANOSLEEP|BPT|B2R|ELECT",
     "integer and compare": r"",
 }
 """Classes by how the name of an instruction begins; the first that fits. `memory` is loads and stores of vectors and of
 results, and what goes through shared memory between warps; integer arithmetic of the uniform datapath is integer too."""
 
-SIDE_EFFECTS = re.compile(r"(ST|STG|STS|STL|RED|REDG|ATOM\w*|CCTL\w*|BPT)$")
+SIDE_EFFECTS = re.compile(r"(ST\w*|RED|REDG|ATOM\w*|CCTL\w*|UTMA\w+|BPT)$")
 ORDER = re.compile(r"(BAR|BRA|BSSY|BSYNC|BREAK|WARPSYNC|NOP|MEMBAR|ERRBAR|YIELD|ELECT|EXIT|CALL|RET)$")
 
 REGISTERS_PER_SM = 65_536
@@ -91,7 +91,7 @@ class Count(NamedTuple):
     """outside the product"""
 
     product: float
-    once: float
+    once: dict[str, float]
     """outside the loop over tiles, per score of one tile"""
 
     multiplied: float | None
@@ -109,12 +109,12 @@ class Count(NamedTuple):
         start = f"{self.kernel} {name_of(self.target)} {tile} {self.warps} warps, {self.path}: {self.total:.2f} per score"
         use = f"{self.registers} registers, {self.blocks_per_sm} blocks per SM"
         notes = "".join(f"; {note}" for note in self.notes)
-        return f"{start} ({shown}); product {self.product:.2f}, once {self.once:.2f}; {use}{notes}"
+        return f"{start} ({shown}); product {self.product:.2f}, once {sum(self.once.values()):.2f}; {use}{notes}"
 
 
 def class_of(instruction: Instruction) -> str:
-    name = instruction.name
-    return next(group for group, forms in CLASSES.items() if re.match(forms, name.removeprefix("U")) or re.match(forms, name))
+    text = f"{instruction.name} {','.join(instruction.operands[1:3])}".removeprefix("U")  # of the uniform datapath
+    return next(group for group, forms in CLASSES.items() if re.match(forms, text))
 
 
 def counted(launch: Launch, target: int, path: str = "interior") -> Count:
@@ -126,14 +126,14 @@ def counted(launch: Launch, target: int, path: str = "interior") -> Count:
     steps = -(-arguments["D"] // arguments["BLOCK_D"])
     scores = m * n / (32 * uses.num_warps)
     walk = Walk(Code(disassembled(kernel.asm["cubin"])), steps, path)
-    by_class = {name: walk.counted.get(name, 0) / scores for name in CLASSES}
+    by_class, once = ({name: found[name] / scores for name in CLASSES} for found in (walk.counted, walk.once))
     done = [(_macs(instruction, uses.num_warps), times) for instruction, times in walk.multiplications]
     told = all(macs for macs, _ in done)
     multiplied = sum(macs * times for macs, times in done) / (m * n * arguments["D"]) if told else None
     return Count(
         *(uses.kernel, target, (m, n), uses.num_warps, path, uses.registers),
         blocks_per_sm(target, uses.num_warps, uses.registers, uses.shared, uses.tmem),
-        *(by_class, walk.product / scores, walk.once / scores, multiplied, tuple(walk.notes)),
+        *(by_class, walk.product / scores, once, multiplied, tuple(walk.notes)),
     )
 
 
@@ -171,7 +171,7 @@ class Walk:
         ]
         program = code.way(None, self._cost) if self.tile else []
         outside = [stop.block for stop in program if self.tile and stop.block not in self.tile.body]
-        self.once = sum(len(code.blocks[block].instructions) for block in outside)
+        self.once = Counter(class_of(instruction) for block in outside for instruction in code.blocks[block].instructions)
         self.notes = self._notes()
 
     def _in_features(self, stop: Stop) -> bool:

@@ -9,6 +9,7 @@ Branches may diverge; what threads do together (barriers, shuffles, tensor cores
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -37,6 +38,9 @@ class Step(NamedTuple):
     """An instruction."""
 
     text: str
+    name: str
+    """ex2.approx.ftz.f32, say"""
+
     predicate: tuple[str, bool] | None
     """A register, and whether it is negated."""
 
@@ -83,16 +87,21 @@ class Program:
         else:
             act = _act(parts, operands, self.params, text)
         together = parts[0] in ("bar", "barrier", "mma", "ldmatrix", "shfl", "redux") or opcode.startswith("cp.async")
-        return Step(text, (register, negated == "!") if register else None, act, target, together)
+        return Step(text, opcode, (register, negated == "!") if register else None, act, target, together)
 
-    def run(self, block: Block) -> None:
-        """From the first step to the last. Threads that went different ways: those furthest behind come first."""
+    def run(self, block: Block, tally: Counter[str] | None = None) -> None:
+        """From the first step to the last. Threads that went different ways: those furthest behind come first.
+
+        `tally` counts the steps that were taken, by name; those that a predicate masks off take their slot too.
+        """
         for kind, count in self.register_sizes:
             zeros: Array = np.zeros(block.threads, KEPT_AS[kind])
             block.registers.update({f"{kind}{i}": zeros for i in range(int(count))})
         now, places = 0, None
         while now < len(self.steps):
             step = self.steps[now]
+            if tally is not None:
+                tally[step.name] += 1
             here = mask = None if places is None else places == now
             if step.predicate is not None:
                 holds = block.registers[step.predicate[0]] ^ step.predicate[1]
@@ -117,7 +126,9 @@ class Program:
                 places = None
 
 
-def run(program: Program, shared: int, grid: tuple[int, ...], arguments: list[Any]) -> None:
+def run(
+    program: Program, shared: int, grid: tuple[int, ...], arguments: list[Any], tally: Counter[str] | None = None
+) -> None:
     """A launch: `arguments` in the order of the kernel's parameters, those that are constants left out."""
     memory = GlobalMemory([argument for argument in arguments if isinstance(argument, Tensor)])
     values: dict[str, Any] = {}
@@ -134,20 +145,21 @@ def run(program: Program, shared: int, grid: tuple[int, ...], arguments: list[An
         for z, y, x in np.ndindex(deep, high, wide):
             block = Block(program.threads, shared, memory, {**size, "%ctaid.x": x, "%ctaid.y": y, "%ctaid.z": z})
             block.registers.update(values)
-            program.run(block)
+            program.run(block, tally)
     memory.write_back()
 
 
 @contextmanager
-def emulated() -> Iterator[list[Launch]]:
-    """Inside, kernels are compiled for sm_80 and emulated."""
+def emulated(tallies: dict[str, Counter[str]] | None = None) -> Iterator[list[Launch]]:
+    """Inside, kernels are compiled for sm_80 and emulated. `tallies` counts the steps of each kernel's programs."""
 
     def emulate(launch: Launch) -> None:
         kernel, _ = compiled(launch, 80)
         program = _programs.setdefault(kernel.hash, None) or Program(kernel.asm["ptx"])
         _programs[kernel.hash] = program
         kept = [name for name, kind in kernel.src.signature.items() if kind != "constexpr"]
-        run(program, kernel.metadata.shared, launch.grid, [launch.arguments[name] for name in kept])
+        tally = None if tallies is None else tallies.setdefault(launch.kernel.__name__, Counter())
+        run(program, kernel.metadata.shared, launch.grid, [launch.arguments[name] for name in kept], tally)
 
     with recorded(emulate) as launches:
         yield launches

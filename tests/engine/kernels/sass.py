@@ -67,7 +67,7 @@ class Instruction(NamedTuple):
     @property
     def _written(self) -> tuple[int, list[str]]:
         """How many operands are written, and what they are."""
-        if self.kind in NO_RESULT:
+        if NO_RESULT.match(self.kind):
             return 0, []
         most = 2 if self.kind.endswith("SETP") or self.kind.endswith("PLOP3") else 1 if self.kind in ONE_RESULT else 4
         names: list[str] = []
@@ -90,13 +90,13 @@ class Instruction(NamedTuple):
             return next((int(part[1:]) for part in parts if re.fullmatch(r"x\d+", part)), 1)
         if self.kind in ("HMMA", "IMMA", "QMMA"):
             return 4
-        if self.kind in ("LDSM", "LDMATRIX"):
-            return int(parts[-1]) if parts[-1].isdigit() else 1
         if self.kind == "CS2R":
             return 1 if "32" in parts else 2
         return self._width(parts)
 
     def _width(self, parts: Sequence[str]) -> int:
+        if self.kind in ("LDSM", "STSM"):  # 1, 2 or 4 matrices
+            return int(parts[-1]) if parts[-1].isdigit() else 1
         if re.match(r"U?(LD|ST|MOV|IADD|IMAD|MUL)|F(ADD|MUL|FMA)2", self.kind):
             for part, width in (("256", 8), ("128", 4), ("64", 2), ("WIDE", 2)):
                 if part in parts:
@@ -109,11 +109,10 @@ class Instruction(NamedTuple):
         return max(2 if ".64" in suffix or "x2" in suffix or file == "UR" else 1, self._width(self.name.split(".")))
 
 
-NO_RESULT = {
-    *("STG", "STS", "ST", "STL", "STTM", "RED", "REDG", "LDGSTS", "UTMALDG", "UTMASTG", "LDGDEPBAR", "DEPBAR", "BAR"),
-    *("BRA", "EXIT", "BSSY", "BSYNC", "BREAK", "WARPSYNC", "CALL", "RET", "NOP", "MEMBAR", "FENCE", "WARPGROUP", "BPT"),
-    *("UTCHMMA", "UTCQMMA", "UTCBAR", "UTCCP", "ERRBAR", "CCTL", "YIELD", "UCGABAR_ARV", "UCGABAR_WAIT", "WARPGROUPSET"),
-}
+NO_RESULT = re.compile(
+    r"(ST|RED|REDG|LDGSTS|LDGDEPBAR|DEPBAR|BAR|BRA|EXIT|BSSY|BSYNC|BREAK|WARPSYNC|CALL|RET|NOP|MEMBAR|FENCE|WARPGROUP"
+    r"|BPT|ERRBAR|CCTL|YIELD|NANOSLEEP|UCGABAR_\w+|WARPGROUPSET|UTMA\w+|UTC\w*MMA|UTCBAR|UTCCP|ST[GSLM]|STSM|STTM|STAS)$"
+)
 ONE_RESULT = {"FCHK", "SYNCS", "ELECT", "VOTE", "VOTEU", "R2P"}
 
 
