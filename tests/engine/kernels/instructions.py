@@ -18,8 +18,10 @@ Nothing is run. The code is compiled ahead of time and disassembled, and its bas
 
 The product is (1) the feature loop, (2) tensor-core instructions, copies into shared memory and waits for them anywhere,
 (3) whatever no other instruction needs once these are gone: addresses of copies, their increments and masks, zeros for
-the sums; peeled and unrolled rounds of the feature loop too, and (4) barriers and branches from the first to the last
-instruction of (2). The rest is counted. What both need, such as the number of a column, is counted.
+the sums; peeled and unrolled rounds of the feature loop too, and (4) barriers and branches from the first copy to the
+last tensor-core instruction or feature loop. The rest is counted. What both need, such as the number of a column, is
+counted. `notes` says where floating-point arithmetic outside the feature loop fell to the product: for 16-bit features
+there should be none. Copies of operands that pass through registers (fp32 on sm_90) are not told from results.
 """
 
 import argparse
@@ -46,6 +48,7 @@ CALLS: dict[str, Callable[[int, int], list[Launch]]] = {
 """What is counted: the launches of a call, by target and features."""
 
 MULTIPLIES = re.compile(r"(HMMA|IMMA|QMMA|OMMA|HGMMA|QGMMA|IGMMA|UTC\w*MMA)$")
+LAST = re.compile(rf"{MULTIPLIES.pattern}|LDTM$")
 COPIES = re.compile(
     r"(LDGSTS|LDGDEPBAR|DEPBAR|WARPGROUP|WARPGROUPSET|UTMALDG|UTMAPF|UTC\w+|LDTM|STTM|SYNCS|ARRIVES|FENCE|UCGABAR_\w+)$"
 )
@@ -69,6 +72,7 @@ CLASSES: dict[str, str] = {
 results, and what goes through shared memory between warps; integer arithmetic of the uniform datapath is integer too."""
 
 SIDE_EFFECTS = re.compile(r"(ST\w*|RED|REDG|ATOM\w*|CCTL\w*|UTMA\w+|BPT)$")
+FLOATS = re.compile(r"MUFU|SHFL|FADD|FFMA|FMUL|FMNMX|FSEL|F2F")
 ORDER = re.compile(r"(BAR|BRA|BSSY|BSYNC|BREAK|WARPSYNC|NOP|MEMBAR|ERRBAR|YIELD|ELECT|EXIT|CALL|RET)$")
 
 REGISTERS_PER_SM = 65_536
@@ -106,7 +110,9 @@ class Count(NamedTuple):
     def __str__(self) -> str:
         shown = ", ".join(f"{name} {value:.2f}" for name, value in self.by_class.items() if value)
         tile = f"{self.tile[0]}x{self.tile[1]}"
-        start = f"{self.kernel} {name_of(self.target)} {tile} {self.warps} warps, {self.path}: {self.total:.2f} per score"
+        start = (
+            f"{self.kernel} {name_of(self.target)} {tile} {self.warps} warps, {self.path}: {self.total:.2f} per score"
+        )
         use = f"{self.registers} registers, {self.blocks_per_sm} blocks per SM"
         notes = "".join(f"; {note}" for note in self.notes)
         return f"{start} ({shown}); product {self.product:.2f}, once {sum(self.once.values()):.2f}; {use}{notes}"
@@ -154,25 +160,26 @@ class Walk:
         self.features = {loop for loop in features if not any(other.body < loop.body for other in features)}
         self.stops = code.way(self.tile, self._cost)
         self.rounds = self._rounds()
-        items = [
-            (instruction, stop) for stop in self.stops for instruction in code.blocks[stop.block].instructions
-        ]
+        items = [(instruction, stop) for stop in self.stops for instruction in code.blocks[stop.block].instructions]
         times = [self.rounds if self._in_features(stop) else 1.0 for _, stop in items]
         own = self._products(items)
         self.product = sum(time for time, is_own in zip(times, own, strict=True) if is_own)
         self.counted: Counter[str] = Counter()
-        self.listed: Counter[str] = Counter()
-        for (instruction, _), is_own in zip(items, own, strict=True):
+        doubtful: Counter[str] = Counter()
+        for (instruction, stop), is_own in zip(items, own, strict=True):
             if not is_own:
                 self.counted[class_of(instruction)] += 1
-                self.listed[instruction.name] += 1
+            elif FLOATS.match(instruction.name) and not self._in_features(stop):
+                doubtful[instruction.name] += 1
         self.multiplications = [
             (instruction, time) for (instruction, _), time in zip(items, times, strict=True) if _multiplies(instruction)
         ]
         program = code.way(None, self._cost) if self.tile else []
         outside = [stop.block for stop in program if self.tile and stop.block not in self.tile.body]
-        self.once = Counter(class_of(instruction) for block in outside for instruction in code.blocks[block].instructions)
-        self.notes = self._notes()
+        self.once = Counter(
+            class_of(instruction) for block in outside for instruction in code.blocks[block].instructions
+        )
+        self.notes = self._notes() + [f"{count} {name} taken for the product" for name, count in doubtful.items()]
 
     def _in_features(self, stop: Stop) -> bool:
         return any(loop in self.features for loop in stop.loops)
@@ -197,7 +204,8 @@ class Walk:
     def _products(self, items: Sequence[tuple[Instruction, Stop]]) -> list[bool]:
         """Which instructions are the product's, as the module says."""
         copies = [self._in_features(stop) or _copies(instruction) for instruction, stop in items]
-        first, last = copies.index(True), len(copies) - 1 - copies[::-1].index(True)
+        first = copies.index(True)
+        last = max(i for i, (item, stop) in enumerate(items) if self._in_features(stop) or LAST.match(item.kind))
         own = [True] * len(items)
         at_end = _live_after(self.code, self.tile) if self.tile else frozenset()
         at_start: frozenset[str] | None = None
@@ -222,11 +230,13 @@ class Walk:
             at_start = frozenset(live)
 
     def _notes(self) -> list[str]:
-        others = {loop.header: loop for stop in self.stops for loop in stop.loops if loop not in self.features}
-        found = [f"a loop of {len(loop.body)} blocks counted as one round" for loop in others.values()]
-        if not self.features:
-            found.append("feature loop unrolled")
-        calls = {i.operands[-1] for stop in self.stops for i in self.code.blocks[stop.block].instructions if i.kind == "CALL"}
+        found = [] if self.features else ["feature loop unrolled"]
+        for loop in {loop for stop in self.stops for loop in stop.loops} - self.features:
+            kinds = {instruction.kind for i in loop.body for instruction in self.code.blocks[i].instructions}
+            if "SYNCS" not in kinds:  # those wait
+                found.append(f"a loop of {len(loop.body)} blocks counted as one round")
+        passed = [instruction for stop in self.stops for instruction in self.code.blocks[stop.block].instructions]
+        calls = {i.operands[-1] for i in passed if i.kind == "CALL" and i.jump is None}
         return found + [f"calls {name}" for name in sorted(calls)]
 
 

@@ -38,14 +38,14 @@ class Instruction(NamedTuple):
 
     @property
     def jump(self) -> str | None:
-        """The label that a branch leads to."""
-        found = JUMP.search(self.operands[-1]) if self.kind == "BRA" and self.operands else None
-        return found[1] if found else None
+        """The label that a branch leads to. A call of a place in the kernel itself is a long jump out of a loop."""
+        found = JUMP.search(self.operands[-1]) if self.kind in ("BRA", "CALL") and self.operands else None
+        return found[1] if found and (self.kind == "BRA" or found[1].startswith(".L")) else None
 
     @property
     def falls_through(self) -> bool:
         """Whether the next instruction may follow: some thread goes on."""
-        if self.kind == "BRA":
+        if self.jump:
             return bool(self.guard) or len(self.operands) > 1
         return bool(self.guard) or self.kind not in ("EXIT", "RET", "BPT", "KILL", "JMP")
 
@@ -262,7 +262,9 @@ def _blocks(text: str) -> list[Block]:
         if number + 1 < len(runs) and (last is None or last.falls_through):
             # Threads of a warp that went different ways are gathered out of line: not what one counts.
             after = [number + 1] if last and ".DIV" in last.name else [*after, number + 1]
-        blocks.append(Block(tuple(run), tuple(dict.fromkeys(after)), bool(last and last.kind == "EXIT" and not last.guard)))
+        blocks.append(
+            Block(tuple(run), tuple(dict.fromkeys(after)), bool(last and last.kind == "EXIT" and not last.guard))
+        )
     return blocks
 
 
