@@ -16,8 +16,8 @@ Nothing is run. The code is compiled ahead of time and disassembled, and its bas
   with the most. Either way passes all the tensor-core instructions that it can. Threads that are masked off by a
   predicate still take their slot, and count; so do all warps where only one is sent.
 
-The product is (1) the feature loop, (2) tensor-core instructions, copies into shared memory and waits for them anywhere,
-(3) whatever no other instruction needs once these are gone: addresses of copies, their increments and masks, zeros for
+The product is (1) the feature loop, (2) tensor-core instructions, copies into shared memory and waits for them, (3)
+whatever no other instruction needs once these are gone: addresses of copies, their increments and masks, zeros for
 the sums; peeled and unrolled rounds of the feature loop too, and (4) barriers and branches from the first copy to the
 last tensor-core instruction or feature loop. The rest is counted. What both need, such as the number of a column, is
 counted. `notes` says where floating-point arithmetic outside the feature loop fell to the product: for 16-bit features
@@ -69,7 +69,7 @@ CLASSES: dict[str, str] = {
     "integer and compare": r"",
 }
 """Classes by how the name of an instruction begins; the first that fits. `memory` is loads and stores of vectors and of
-results, and what goes through shared memory between warps; integer arithmetic of the uniform datapath is integer too."""
+results, and what goes through shared memory between warps; arithmetic of the uniform datapath is integer too."""
 
 SIDE_EFFECTS = re.compile(r"(ST\w*|RED|REDG|ATOM\w*|CCTL\w*|UTMA\w+|BPT)$")
 FLOATS = re.compile(r"MUFU|SHFL|FADD|FFMA|FMUL|FMNMX|FSEL|F2F")
@@ -208,9 +208,9 @@ class Walk:
         last = max(i for i, (item, stop) in enumerate(items) if self._in_features(stop) or LAST.match(item.kind))
         own = [True] * len(items)
         at_end = _live_after(self.code, self.tile) if self.tile else frozenset()
-        at_start: frozenset[str] | None = None
+        at_start: frozenset[str] = frozenset()
         while True:
-            live = set(at_end if at_start is None else at_end | at_start)
+            live = set(at_end | at_start)
             for i in reversed(range(len(items))):
                 instruction, stop = items[i]
                 wanted = False
@@ -225,9 +225,9 @@ class Walk:
                 if wanted:
                     live |= instruction.reads
                     own[i] = False
-            if self.tile is None or live == at_start:
+            if self.tile is None or live <= at_start:
                 return own
-            at_start = frozenset(live)
+            at_start |= live
 
     def _notes(self) -> list[str]:
         found = [] if self.features else ["feature loop unrolled"]

@@ -17,6 +17,7 @@ import torch
 
 from contratile.engine.backends.triton_configs import TABLE
 from contratile.engine.backends.triton_tiles import Launch
+from tests.engine.kernels import first_generation, instructions
 from tests.engine.kernels.ahead_of_time import SHARED_LIMIT, TARGETS, Report, Target, name_of, report
 from tests.engine.kernels.samples import sample_launches
 
@@ -28,6 +29,10 @@ HEAD = 256
 COLUMNS = (
     *("GPU", "kernel", "features", "tile", "warps, stages"),
     *("registers", "spills", "shared memory", "of", "tensor cores", "copies"),
+)
+COUNTED = (
+    *("GPU", "kernel", "call", "generation", "tile, warps", "registers", "blocks"),
+    *("all", *instructions.CLASSES, "special", "product"),
 )
 EMPTY = "`-`"
 PAGE = """# What the kernels use
@@ -42,6 +47,16 @@ instructions and asynchronous copies into shared memory (cp.async, TMA) are coun
 ## Contratile
 
 {ours}
+
+## Instructions per score
+
+bf16, D = {d}: machine instructions that a thread carries out on a tile, divided by its scores, the product's own aside
+(`tests/engine/kernels/instructions.py` says where the border lies). Counted in disassembled code; each block of code is
+weighted by how often it runs. "first" is the generation of kernels at commit 280c4b3. Classes are of interior tiles;
+"special" is all instructions of a tile that takes every branch, "product" those of the product. Instructions outside of
+the loop over tiles are left out. "blocks" is how many blocks fit on a multiprocessor by registers and memory.
+
+{instructions}
 
 ## The paper's kernels (inf-cl), measured the same way
 
@@ -125,8 +140,45 @@ def page(targets: Sequence[Target], notify: Callable[[str], None]) -> str:
     for target in targets:
         mine += rows(ours(target), target, notify)
         paper += rows(theirs(), target, notify)
+    counted = [_row(COUNTED), _row(["---"] * len(COUNTED))]
+    for target in targets:
+        counted += counted_rows(target, notify) if isinstance(target, int) else ()
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("triton", "torch", "inf-cl"))
-    return PAGE.format(d=D, versions=versions, ours="\n".join(mine), theirs="\n".join(paper))
+    tables = {"ours": mine, "theirs": paper, "instructions": counted}
+    return PAGE.format(d=D, versions=versions, **{name: "\n".join(lines) for name, lines in tables.items()})
+
+
+def counted_rows(target: int, notify: Callable[[str], None]) -> Iterable[str]:
+    """Instructions per score, those of the first generation before today's."""
+    for call, kernel_launches in instructions.CALLS.items():
+        for launch in kernel_launches(target, D):
+            if "BLOCK_D" in launch.arguments:
+                kernel = launch.kernel.fn.__name__
+                start = [name_of(target), kernel, call]
+                notify(_row([*start, "instructions"]))
+                if old := first_generation.TABLE.get((target, FIRST.get(call, call), kernel)):
+                    use = (old.tile, old.warps, old.registers, old.blocks_per_sm)
+                    yield _counted_row([*start, "first"], use, old.interior, sum(old.special), old.product)
+                now, special = (instructions.counted(launch, target, path) for path in instructions.PATHS)
+                use = (now.tile, now.warps, now.registers, now.blocks_per_sm)
+                classes = list(now.by_class.values())
+                yield _counted_row([*start, "now"], use, classes, special.total, now.product)
+
+
+FIRST: dict[str, str] = {}
+"""Calls that the first generation is recorded for by another name."""
+
+
+def _counted_row(
+    start: list[str],
+    use: tuple[tuple[int, int], int, int, int],
+    classes: Sequence[float],
+    special: float,
+    product: float,
+) -> str:
+    (m, n), warps, registers, blocks = use
+    counts = [sum(classes), *classes, special, product]
+    return _row([*start, f"{m}x{n}, {warps}", str(registers), str(blocks), *(f"{count:.2f}" for count in counts)])
 
 
 def main(argv: Sequence[str]) -> int:
