@@ -164,7 +164,7 @@ def sums_of_tiles(
     tl.store(out + row, total)
 
 
-def tiles(extra: bool = False, constant: bool = False, **more: Any) -> Launch:
+def tiles(extra: bool = False, **more: Any) -> Launch:
     n, meta = 1024, torch.device("meta")
     x = torch.empty(n, D, dtype=torch.bfloat16, device=meta)
     arguments: dict[str, Any] = {"q": x, "k": x, "out": torch.empty(n, device=meta), "span": n, "D": D}
