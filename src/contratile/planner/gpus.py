@@ -169,7 +169,7 @@ def find(name: str) -> Gpu:
         ValueError: No GPU of the table has this name. The message lists those that exist.
 
     Example:
-        >>> find("NVIDIA H100 80GB HBM3").name, find("rtx4090").name, find("8xA800-80G"[2:]).name
+        >>> find("NVIDIA H100 80GB HBM3").name, find("rtx4090").name, find("A800-80G").name
         ('H100-SXM', 'RTX-4090', 'A100-80GB')
     """
     wanted = _words(name)
