@@ -14,6 +14,14 @@ MODULES = (
     "contratile.integrations.pytorch_metric_learning",
     "contratile.integrations.sentence_transformers.ranking",
     "contratile.models.towers",
+    "contratile.planner",
+    "contratile.planner.candidates",
+    "contratile.planner.gpus",
+    "contratile.planner.kernel_time",
+    "contratile.planner.library_time",
+    "contratile.planner.step_time",
+    "contratile.planner.table",
+    "contratile.planner.tile_time",
     "contratile.printable",
 )
 

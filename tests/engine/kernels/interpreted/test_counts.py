@@ -11,8 +11,8 @@ import torch
 import contratile as ct
 from contratile.engine.backends import triton_configs
 from contratile.engine.backends.triton_configs import TABLE, config_for, kind_of
+from contratile.planner.traffic import Step
 from tests.engine.kernels.interpreter import launches
-from tests.engine.kernels.traffic import Step
 from tests.losses.test_cost import Meter
 
 ROOT = Path(__file__).parents[4]
