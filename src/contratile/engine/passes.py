@@ -21,7 +21,6 @@ from contratile.engine import reserve
 from contratile.engine.backends import registry, torch_tiles
 from contratile.engine.backends.block import Given, Gradients, Scores, SideGrad
 from contratile.engine.backends.precision import library_products, resolve
-from contratile.engine.classes import add_class_grads, class_sums
 from contratile.engine.plan import TilePlan, plan_tiles
 from contratile.engine.rule import PairRule
 from contratile.engine.spec import InputGrads, Inputs, PairStats, SideStats, Spec, Wanted
@@ -63,10 +62,9 @@ def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     level = x.query_level
     tiles = registry.choose(x, spec)
     if spec.compares and pos is not None:
-        assert tiles is torch_tiles, "kernels do not compare with positives"
         level = torch.zeros_like(pos)
         home = _scores(ring, ring.team.rank, x, mine, spec, alpha, cache[:0], level)
-        torch_tiles.positives(home, level)
+        tiles.positives(home, spec, level)
         torch_tiles.score_(home, pos.copy_(level))
         if spec.cols:
             mine = mine._replace(level=_by_key(level, x, otherwise=torch.inf))
@@ -78,8 +76,6 @@ def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
         reads = pos if block.home and not spec.compares else None
         with library_products(spec.precision, x.query):
             new_rows, cols = tiles.forward(scores, spec, reads)
-        if x.query_classes is not None and visitor.classes is not None:
-            new_rows, cols = _with_class_sums(new_rows, cols, x.query_classes, visitor.classes, scores, spec)
         block.gathered = cols if spec.cols else None
         if rows is None:
             rows = new_rows
@@ -107,7 +103,7 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
     full = x.stand_in is not None
     # dq accumulates in full precision over several blocks, both sides of a tile, or class sums. Otherwise each row is
     # written once.
-    once = alone and not symmetric and x.query_classes is None
+    once = alone and not symmetric and not spec.sums
     dtype = x.query.dtype if once and not full else alpha.dtype
     make = torch.empty if once and ring.sizes[0] else torch.zeros
     dq = make(x.query.shape, dtype=dtype, device=x.query.device) if wanted.query else None
@@ -135,7 +131,8 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
         theirs = None
         if visitor.grad is not None and not mirrored:
             theirs = SideGrad(visitor.lse, visitor.grad, visitor.level)
-        given = Given(row, theirs, results.pos, grads.pos if block.home else None)
+        pos_grad = grads.pos if block.home else None
+        given = Given(row, theirs, results.pos, pos_grad, grads.row.sums, visitor.sums_grad)
         dk = None
         if wanted.key and not symmetric:
             dk = block.zeros(alpha.new_empty(0, x.query.shape[1]))
@@ -147,8 +144,6 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
             tiles.backward(scores, spec, given, into)
         if dscale is not None and dalpha is not None and dalpha is not dscale:
             dscale += dalpha / 2
-        if visitor.classes is not None and x.query_classes is not None:
-            _add_class_grads(dq, dk, scores, spec, x.query_classes, visitor, grads.row.sums)
     if dscale is not None:
         for result, grad in ((results.row.sums, grads.row.sums), (results.col.sums, grads.col.sums)):
             if result is not None and grad is not None:
@@ -200,41 +195,12 @@ def _scores(
     # With `key=None` two ranks compute the same tiles: as unscaled products, which come out the same on both.
     folded = not spec.compares and (home or x.key is not None)
     plan = _plan(ring, source, x, spec)
-    return Scores(x.query, key, alpha, x.bias, rule, plan, level, visitor.level, cache, folded)
-
-
-def _with_class_sums(
-    rows: SideParts, cols: SideParts, query_classes: Tensor, key_classes: Tensor, scores: Scores, spec: Spec
-) -> tuple[SideParts, SideParts]:
-    """Add sums and counts over classes to the parts of the sides that are asked for."""
-    others = scores.rule.exclude_self
-    assert not others or scores.k is None, "selves are left out of sums over one set"
-    which = {"rows": spec.rows, "cols": spec.cols, "differ": spec.differ, "others": others}
-    found = class_sums(scores.q, scores.key, scores.alpha, query_classes, key_classes, **which)
-    if spec.rows:
-        rows = rows._replace(sums=found.row, counts=found.row_count)
-    if spec.cols:
-        cols = cols._replace(sums=found.col, counts=found.col_count)
-    return rows, cols
-
-
-def _add_class_grads(
-    dq: Tensor | None,
-    dk: Tensor | None,
-    scores: Scores,
-    spec: Spec,
-    query_classes: Tensor,
-    visitor: KeyBlock,
-    row_grad: Tensor | None,
-) -> None:
-    """Add the gradients of the class sums of a block."""
-    assert visitor.classes is not None
-    own, other, col_grad = query_classes, visitor.classes, visitor.sums_grad
-    which = {"differ": spec.differ, "others": scores.rule.exclude_self}
-    if dq is not None:
-        add_class_grads(dq, visitor.key, scores.alpha, own, other, row_grad, col_grad, **which)
-    if dk is not None:
-        add_class_grads(dk, scores.q, scores.alpha, other, own, col_grad, row_grad, **which)
+    return Scores(
+        *(x.query, key, alpha, x.bias, rule, plan, level, visitor.level, cache),
+        query_classes=x.query_classes,
+        key_classes=visitor.classes,
+        folded=folded,
+    )
 
 
 def _terms(pos: Tensor | None, x: Inputs, spec: Spec) -> tuple[Tensor | None, Tensor | None]:

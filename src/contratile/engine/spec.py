@@ -25,7 +25,7 @@ class Inputs(NamedTuple):
     query_ids: Tensor | None = None  # [N]
     key_ids: Tensor | None = None  # [M] pairs of equal id are excluded, except a query's own positive
     query_classes: Tensor | None = None  # [N]
-    key_classes: Tensor | None = None  # [M] scores are also summed over pairs of equal class
+    key_classes: Tensor | None = None  # [M] for `Spec.sums` over pairs of equal class
     query_level: Tensor | None = None  # [N] the positives' products, if the positives are not among these keys
     stand_in: Tensor | None = None  # [N, D] receives the queries' gradient in full precision, instead of the queries
 
@@ -68,8 +68,11 @@ class Spec(NamedTuple):
     ties: bool = False
     """With `ranks`: also count the pairs that score exactly the same as the positive (itself included)."""
 
-    differ: bool = False
-    """Sum scores over pairs of different class instead of equal class."""
+    sums: Literal["", "all", "equal", "differ"] = ""
+    """Also sum scores over all pairs, pairs of equal class, or pairs of different id."""
+
+    col_sums: bool = True
+    """Whether columns are summed too."""
 
     tile: int | None = None
     """Rows and columns of a tile; None lets `plan_tiles` choose."""
@@ -83,6 +86,14 @@ class Spec(NamedTuple):
     def unit(self) -> float:
         """Nats per unit of the scores: log-sum-exps are computed in base 2."""
         return 1.0 if self.reduce == "softplus" else 1 / LOG2E
+
+    @property
+    def sums_rows(self) -> bool:
+        return self.rows and self.sums != ""
+
+    @property
+    def sums_cols(self) -> bool:
+        return self.cols and self.col_sums and self.sums != ""
 
     @property
     def filters(self) -> bool:
@@ -102,7 +113,7 @@ class SideStats(NamedTuple):
 
     total: Tensor | None = None  # log-sum-exps, or sums of softplus
     slack: Tensor | None = None  # exp(total) / true sum, close to 1: see `Stats.finish`
-    sums: Tensor | None = None  # sums of scores (without bias) over pairs of equal class
+    sums: Tensor | None = None  # sums of scores (without bias), as `Spec.sums` says
     counts: Tensor | None = None  # number of those pairs
     higher: Tensor | None = None  # number of pairs above the positive
     equal: Tensor | None = None  # number of pairs equal to the positive
@@ -158,9 +169,8 @@ def shapes(x: Inputs, spec: Spec) -> PairStats:
     """The shapes of the results, as a record of tuples. The size of the cache depends on the tiles and is not here."""
     n, m = x.query.shape[0], x.keys.shape[0]
     sides = []
-    for length, wanted in ((n, spec.rows), (m, spec.cols)):
+    for length, wanted, classes in ((n, spec.rows, spec.sums_rows), (m, spec.cols, spec.sums_cols)):
         size: Any = (length,)
-        classes = wanted and x.query_classes is not None
         sides.append(
             SideStats(
                 total=size if wanted else None,

@@ -54,7 +54,7 @@ def batch_stats(rows: Tally, cols: Tally | None, stats: PairStats, team: Team) -
     """From complete tallies that count the positives among the keys. One sum over the ranks."""
     pos = stats.pos
     assert pos is not None and rows.total is not None and rows.number is not None
-    sums = [torch.full((), float(len(pos))), pos.sum(), (rows.total - pos).sum(), (rows.number - 1).sum()]
+    sums = [pos.new_full((), len(pos)), pos.sum(), (rows.total - pos).sum(), (rows.number - 1).sum()]
     for side in (rows,) if cols is None else (rows, cols):
         assert side.higher is not None
         sums += [(side.higher == 0).sum(), (side.higher + 1).sum()]

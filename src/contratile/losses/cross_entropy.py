@@ -44,7 +44,7 @@ def cross_entropies(
     scale = as_tensor(scale, query)  # once: the gradients from all sources of keys add up in full precision
     query_ids, key_ids = options.pair_of_ids
     x = Inputs(query, key, scale, labels=labels, query_ids=query_ids, key_ids=key_ids, stand_in=proxy)
-    stats = pair_stats(rings.keys, *_with_sums(x, own, options.sums))
+    stats = pair_stats(rings.keys, x, _with_sums(x, own, options))
     assert stats.pos is not None
     spared = None if query_ids is None or key_ids is None else query_ids == key_ids[labels]
     rows = _tally(stats.row, stats.pos, spared)
@@ -69,17 +69,11 @@ def _shared_cache(spec: Spec, rings: Rings) -> tuple[Spec, Spec]:
     return spec._replace(cache_bytes=share), spec._replace(cache_bytes=spec.cache_bytes - share)
 
 
-def _with_sums(x: Inputs, spec: Spec, sums: bool) -> tuple[Inputs, Spec]:
-    return sums_over(x, spec) if sums else (x, spec)
-
-
-def sums_over(x: Inputs, spec: Spec) -> tuple[Inputs, Spec]:
-    """The same call with scores also summed over all keys, or over those of another id."""
-    if x.query_ids is not None:
-        return x._replace(query_classes=x.query_ids, key_classes=x.key_ids), spec._replace(differ=True)
-    n, m = len(x.query), len(x.keys)
-    one = x.query.new_zeros(max(n, m), dtype=torch.long)
-    return x._replace(query_classes=one[:n], key_classes=one[:m]), spec
+def _with_sums(x: Inputs, spec: Spec, options: PairOptions) -> Spec:
+    """Also sum scores over all keys, or over those of another id. Statistics need the rows' sums only."""
+    if not options.sums:
+        return spec
+    return spec._replace(sums="all" if x.query_ids is None else "differ", col_sums=options.label_smoothing > 0)
 
 
 def as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
@@ -123,7 +117,7 @@ def _extra_keys(x: Inputs, stats: PairStats, options: PairOptions, spec: Spec, r
         key_ids=options.extra_ids.long() if options.extra_ids is not None else None,
         query_level=stats.level,
     )
-    found = pair_stats(ring, *_with_sums(more, spec._replace(cols=False), options.sums))
+    found = pair_stats(ring, more, _with_sums(more, spec._replace(cols=False), options))
     return _tally(found.row, stats.pos, None, own=False)
 
 
@@ -148,7 +142,7 @@ def _hard_negatives(x: Inputs, stats: PairStats, options: PairOptions, hard: Ten
 
 def class_losses(x: Inputs, spec: Spec, ring: Ring) -> tuple[Tensor, Tensor]:
     """Per query: log-sum-exp minus mean same-class score, in nats, and the number of such keys; 0 without any."""
-    stats = pair_stats(ring, x, spec._replace(cols=False))
+    stats = pair_stats(ring, x, spec._replace(cols=False, sums="equal"))
     total, count = stats.row.sums, stats.row.counts
     assert total is not None and count is not None
     return stats.nats(torch.where(count > 0, lse_above(total / count.clamp(min=1), stats.row), 0)), count

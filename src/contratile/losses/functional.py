@@ -18,7 +18,7 @@ from contratile.engine.spec import Inputs, Spec
 from contratile.errors import bad_value, check_labels, check_pairs, check_temperature, check_vector
 from contratile.keywords import known_keywords
 from contratile.losses.batch_stats import BatchStats, Tally, batch_stats
-from contratile.losses.cross_entropy import as_tensor, class_losses, cross_entropies, lse_above, sums_over
+from contratile.losses.cross_entropy import as_tensor, class_losses, cross_entropies, lse_above
 from contratile.losses.options import Call, Ids, PairOptions
 from contratile.reference import Reduction
 from contratile.ring.team import Group
@@ -398,6 +398,7 @@ def nt_xent(
         cols=False,
         exclude_self=True,
         ranks=return_stats,
+        sums="all" if return_stats else "",
         backend=backend,
         tile=tile,
         cache_bytes=cache_bytes,
@@ -412,7 +413,7 @@ def nt_xent(
     ring = call.start(group, check).keys
     z = torch.cat([z1, z2])
     x = Inputs(z, None, 1 / as_tensor(temperature, z), labels=torch.arange(len(z), device=z.device).roll(len(z1)))
-    stats = pair_stats(ring, *(sums_over(x, spec) if return_stats else (x, spec)))
+    stats = pair_stats(ring, x, spec)
     assert stats.pos is not None
     above = lse_above(stats.pos, stats.row)
     loss = call.reduce(above, stats, ring)
@@ -573,6 +574,8 @@ def siglip_loss(
         reduce="softplus",
         cols=return_stats,
         ranks=return_stats,
+        sums="all" if return_stats else "",
+        col_sums=False,
         backend=backend,
         tile=tile,
         cache_bytes=cache_bytes,
@@ -586,7 +589,7 @@ def siglip_loss(
     ring = call.start(group, check).keys
     shift = as_tensor(bias, image)
     x = Inputs(image, text, as_tensor(scale, image), shift, labels=torch.arange(len(image), device=image.device))
-    stats = pair_stats(ring, *(sums_over(x, spec) if return_stats else (x, spec)))
+    stats = pair_stats(ring, x, spec)
     row, col = stats.row, stats.col
     assert row.total is not None
     loss = call.reduce(row.total, stats, ring)

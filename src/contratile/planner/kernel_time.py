@@ -92,7 +92,7 @@ def kernel_time(
     traffic = step.forward() if cost.kernel == "forward" else step.gradient()
     work = _work(cost, d, itemsize, traffic.total / step.tiles)
     if cost.kernel == "forward":
-        cut = cut_forward(n, n, cost.config, processors=gpu.processors, cols=True, workspace=workspace)
+        cut = cut_forward(n, n, cost.config, processors=gpu.processors, fields=2, workspace=workspace)
         groups, per_program = pieces(step.blocks, cut.blocks), cut.span // cost.n
         grids = [(count * cut.splits, times) for count, times in groups]
         waves = sum(-(-programs // (gpu.processors * blocks)) * times for programs, times in grids)

@@ -47,7 +47,7 @@ class Step(NamedTuple):
         """Tiles, then the parts of column statistics (a level and a total for each row block) and of row statistics."""
         n = self.n
         blocks, _, splits = cut_forward(
-            n, n, self.config, processors=self.processors, cols=True, workspace=self.workspace
+            n, n, self.config, processors=self.processors, fields=2, workspace=self.workspace
         )
         chunks = -(-self.blocks // blocks)
         scale_and_labels = self.blocks * splits * (4 + 8 * self.config.m)

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from contratile.engine.backends.triton_tiles import Launch
+from contratile.engine.backends.triton_launch import Launch
 
 Target = int | str
 TARGETS: tuple[Target, ...] = (80, 86, 89, 90, 100, 120, "gfx90a", "gfx942")

@@ -33,17 +33,18 @@ from typing import NamedTuple
 
 import torch
 
-from contratile.engine.backends.triton_tiles import Launch
+from contratile.engine.backends.triton_launch import Launch
 from tests.engine.kernels.ahead_of_time import compiled, name_of, report
-from tests.engine.kernels.samples import sample_launches
+from tests.engine.kernels.samples import fast, sample_launches
 from tests.engine.kernels.sass import Code, Instruction, Loop, Stop, disassembled
 
 TARGETS = (80, 86, 89, 90, 100, 120)
 PATHS = ("interior", "special")
 
 CALLS: dict[str, Callable[[int, int], list[Launch]]] = {
-    "plain": lambda target, d: sample_launches(target, d, torch.bfloat16),
-    "ids": lambda target, d: sample_launches(target, d, torch.bfloat16, rule="ids"),
+    "plain": lambda target, d: fast(sample_launches(target, d, torch.bfloat16)),
+    "ids": lambda target, d: fast(sample_launches(target, d, torch.bfloat16, rule="ids")),
+    "training": lambda target, d: fast(sample_launches(target, d, torch.bfloat16, rule="training")),
 }
 """What is counted: the launches of a call, by target and features."""
 

@@ -70,6 +70,9 @@ class Seen:
     stored: int = 0
     """Bytes to memory, atomics included."""
 
+    stored_by: Counter[str] = field(default_factory=Counter)
+    """The same by kernel."""
+
     programs: Counter[str] = field(default_factory=Counter)
     """How many programs of each kernel ran."""
 
@@ -262,6 +265,7 @@ class Launch:
             _seen.loaded += moved
         else:
             _seen.stored += moved
+            _seen.stored_by[self.kernel] += moved
         return Handle(true, pointers.dtype)
 
     def check(self, kind: str, tags: Array, addresses: Array) -> None:

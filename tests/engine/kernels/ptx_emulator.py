@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from contratile.engine.backends.triton_tiles import Launch
+from contratile.engine.backends.triton_launch import Launch
 from tests.engine.kernels.ahead_of_time import compiled, recorded
 from tests.engine.kernels.floats import Array, from_bf16, to_bf16
 from tests.engine.kernels.ptx_machine import Block, GlobalMemory

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from contratile.engine.backends.triton_configs import TABLE
-from contratile.engine.backends.triton_tiles import Launch
+from contratile.engine.backends.triton_launch import Launch
 from tests.engine.kernels import first_generation, instructions
 from tests.engine.kernels.ahead_of_time import SHARED_LIMIT, TARGETS, Report, Target, name_of, report
 from tests.engine.kernels.samples import sample_launches

@@ -9,7 +9,7 @@ from torch import Tensor
 import contratile as ct
 from contratile import reference
 from contratile.engine.backends import registry
-from contratile.engine.backends.triton_tiles import Launch
+from contratile.engine.backends.triton_launch import Launch
 from tests.engine.kernels.ptx_emulator import emulated
 from tests.helpers import Function, assert_error, features, labels_of
 from tests.helpers import run as outcome

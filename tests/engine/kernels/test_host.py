@@ -9,53 +9,46 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.errors import TritonError
 
-from contratile.engine import passes
-from contratile.engine.backends import registry, triton_tiles
+from contratile.engine.backends import triton_launch, triton_tiles
 from contratile.engine.backends.block import KernelError
-from contratile.engine.backends.triton_configs import TABLE, cut_backward
-from contratile.engine.backends.triton_tiles import Device, Launch
-from contratile.engine.spec import Inputs, Spec, Wanted
+from contratile.engine.backends.triton_configs import TABLE, config_for, cut_backward
+from contratile.engine.backends.triton_launch import Device, Launch
 from contratile.losses.cross_entropy import as_tensor
-from contratile.ring.ring import Ring
-from contratile.ring.team import ALONE
 from tests.engine.kernels.ahead_of_time import recorded
+from tests.engine.kernels.samples import CALLS, pretended, run_step
 
 N, D = 300, 64
 GPU = torch.device("meta")
 
-TASKS: dict[str, Spec] = {
-    "clip": Spec(),
-    "one set": Spec(exclude_self=True, cols=False),
-    "ids": Spec(cols=False),
-    "softplus": Spec("softplus", cols=False),
-}
-
-
-def inputs(name: str, dtype: torch.dtype) -> Inputs:
-    q, k = (torch.empty(N, D, dtype=dtype, device=GPU) for _ in range(2))
-    labels = torch.arange(N, device=GPU)
-    ids = labels if name == "ids" else None
-    bias = as_tensor(-1.0, q) if name == "softplus" else None
-    return Inputs(q, None if name == "one set" else k, as_tensor(5.0, q), bias, labels, ids, ids)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", TASKS)
-def test_nothing_waits_for_the_gpu(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", CALLS)
+def test_nothing_waits_for_the_gpu(name: str, dtype: torch.dtype) -> None:
     """Tensors that have no numbers cannot be asked for one: so a step can also be captured as a graph."""
-    monkeypatch.setattr(registry, "choose", lambda x, spec: triton_tiles)
-    monkeypatch.setattr(triton_tiles, "adds_in_fp32", lambda device, dtype: False)  # found out once, before
-    monkeypatch.setattr(triton_tiles, "_on", lambda device: nullcontext())
-    monkeypatch.setattr(Device, "of", lambda device: Device(90, 132))
-    task = TASKS[name]
-    with recorded() as launches:
-        x = inputs(name, dtype)
-        ring = Ring.flat(ALONE, (N,), total=N)
-        results = passes.forward(ring, x, task)
-        wanted = Wanted(True, x.key is not None, True, x.bias is not None)
-        grads = passes.backward(ring, x, task, results, results, wanted)
-        assert all(grad is None or grad.device == GPU for grad in grads)
-    assert {launch.kernel.__name__ for launch in launches} == {"forward_tiles", "merge_parts", "gradient_tiles"}
+    with pretended(Device(90, 132)), recorded() as launches:
+        grads = run_step(name, N, D, dtype)
+    assert grads and all(grad.device == GPU for grad in grads)
+    assert {launch.kernel.__name__ for launch in launches} >= {"forward_tiles", "merge_parts", "gradient_tiles"}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_step_launches_the_same(name: str) -> None:
+    """Whatever the numbers are: a captured graph stays right."""
+    with pretended(Device(80, 108)):
+        steps = []
+        for _ in range(2):
+            with recorded() as launches:
+                run_step(name, N, D, torch.bfloat16)
+            steps.append([described(launch) for launch in launches])
+    assert steps[0] and steps[0] == steps[1]
+
+
+def described(launch: Launch) -> Any:
+    """A launch without the addresses of its tensors."""
+    arguments = {
+        name: (tuple(x.shape), x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x
+        for name, x in launch.arguments.items()
+    }
+    return launch.kernel.__name__, launch.grid, arguments, launch.options
 
 
 class Called(TorchDispatchMode):
@@ -73,7 +66,7 @@ class Called(TorchDispatchMode):
 def test_a_number_is_written_and_not_copied() -> None:
     """A copy from ordinary memory waits for the device."""
     there = torch.empty(2, 2, device=GPU)
-    for make in (lambda: as_tensor(3.0, there), lambda: triton_tiles._number(torch.tensor(3.0), GPU)):
+    for make in (lambda: as_tensor(3.0, there), lambda: triton_launch.number(torch.tensor(3.0), GPU)):
         with Called() as called:
             assert make().device == GPU
         assert "scalar_tensor" in called.names and not called.names & {"_to_copy", "copy_"}
@@ -128,8 +121,8 @@ def test_products_where_16_bit_factors_cannot_be_added_in_fp32(monkeypatch: pyte
 @pytest.mark.parametrize("symmetric", [False, True], ids=["two sets", "one set"])
 def test_chunks_end_where_tiles_end(arch: Any, symmetric: bool) -> None:
     """g is stored in whole tiles, and the positives of other chunks are not met beyond the end."""
-    for config in TABLE[arch].values():
-        config = config._replace(n=config.n // 2)
+    for kind in TABLE[arch]:
+        config = config_for(arch, 512, kind, kernel="gradient", symmetric=symmetric)
         for n in (100, 5000, 1 << 20):
             rows, cols = cut_backward(n, n, config, itemsize=2, symmetric=symmetric, workspace=64 << 20)
             assert (rows == n or rows % config.m == 0) and (cols == n or cols % config.n == 0)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 import contratile as ct
 from contratile.engine.backends import registry
-from contratile.engine.backends.triton_tiles import Launch
+from contratile.engine.backends.triton_launch import Launch
 from tests.engine.kernels import first_generation, resources
 from tests.engine.kernels.ahead_of_time import name_of
 from tests.engine.kernels.instructions import CALLS, CLASSES, blocks_per_sm, counted

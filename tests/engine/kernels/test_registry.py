@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import contratile as ct
-from contratile.engine.backends import registry, torch_tiles, triton_configs, triton_tiles
+from contratile.engine.backends import registry, torch_tiles, triton_configs, triton_launch, triton_tiles
 from contratile.engine.backends.precision import library_products, resolve
 from contratile.engine.backends.triton_configs import TABLE, config_for, cut_backward, cut_forward, kind_of, known_arch
 from contratile.engine.spec import Inputs, Spec
@@ -56,9 +56,6 @@ def test_auto_takes_kernels_on_a_gpu_and_torch_elsewhere(monkeypatch: pytest.Mon
 
 
 ASKED: dict[str, tuple[Inputs, Spec]] = {
-    "margin": (on_gpu(), Spec(margin=0.1)),
-    "return_stats": (on_gpu(), Spec(ranks=True)),
-    "cache_bytes": (on_gpu(), Spec(cache_bytes=1)),
     "float64": (on_gpu(torch.float64), Spec()),
     "softplus of one set": (on_gpu(key=None), Spec(reduce="softplus")),
 }
@@ -72,20 +69,29 @@ def test_every_gap_has_a_case_and_a_line_in_the_documentation() -> None:
 
 @pytest.mark.parametrize("name", ASKED)
 def test_what_kernels_do_not_cover(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The torch backend does it, without a word; whoever asks for kernels by name is told."""
+    """The torch backend does it, with one warning unless it is for float64; whoever asks for kernels by name is told."""
     available(monkeypatch)
     x, spec = ASKED[name]
-    assert registry.choose(x, spec) is torch_tiles
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert registry.choose(x, spec) is torch_tiles and registry.choose(x, spec) is torch_tiles
+    assert [str(w.message) for w in caught] == (
+        []
+        if name == "float64"
+        else [f"contratile uses the torch backend instead of its kernels: they do not cover {name}."]
+    )
     with pytest.raises(ValueError, match=rf"expected what kernels cover, got {name}. Use backend='auto'"):
         registry.choose(x, spec._replace(backend="triton"))
 
 
 def test_what_options_ask_for_is_covered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Labels, ids, one set, self exclusion, softplus, classes: nothing else falls back."""
+    """Labels, ids, one set, softplus, classes, statistics, margins, kept scores: nothing else falls back."""
     available(monkeypatch)
     some: Any = object()
     every = on_gpu(labels=some, query_ids=some, key_ids=some, query_classes=some, key_classes=some, bias=some)
-    for spec in (Spec(), Spec(exclude_self=True), Spec(reduce="softplus"), Spec(rows=False), Spec(cols=False, tile=64)):
+    asked = (Spec(margin=0.1), Spec(ranks=True, ties=True), Spec(cache_bytes=1), Spec(sums="equal"), Spec(sums="differ"))
+    sides = (Spec(rows=False), Spec(cols=False, tile=64))
+    for spec in (Spec(), Spec(exclude_self=True), Spec(reduce="softplus"), *sides, *asked):
         assert isinstance(registry.choose(every, spec), registry.KernelsOrTorch)
     assert isinstance(registry.choose(on_gpu(key=None), Spec(exclude_self=True)), registry.KernelsOrTorch)
 
@@ -125,11 +131,11 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setitem(sys.modules, "triton", None)
         assert "no Triton" in str(why(GPU))
     with monkeypatch.context() as patch:
-        patch.setattr(triton_tiles, "arch_of", lambda device: None)
+        patch.setattr(triton_launch, "arch_of", lambda device: None)
         patch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
         assert why(GPU) == "Tesla T4, for which there is no launch table"
     with monkeypatch.context() as patch:
-        patch.setattr(triton_tiles, "arch_of", lambda device: 90)
+        patch.setattr(triton_launch, "arch_of", lambda device: 90)
         assert why(GPU) is None
 
 
@@ -180,7 +186,7 @@ def test_a_kernel_that_cannot_be_built_falls_back(step: str, monkeypatch: pytest
     for name in ("forward", "backward"):
         kernels_or_not = getattr(triton_tiles if name == step else torch_tiles, name)
         monkeypatch.setattr(triton_tiles, name, watched(name, kernels_or_not))
-    with pytest.warns(UserWarning, match=r"the kernel \w+_tiles could not be built \(.+\)") as caught:
+    with pytest.warns(UserWarning, match=r"the kernel \w+ could not be built \(.+\)") as caught:
         first, second = run(ct.clip_loss, q, k, scale), run(ct.clip_loss, q, k, scale)
     assert len(caught) == 1 and tried == ["forward", "backward"][: 1 if step == "forward" else 2]
     for outcome in (first, second):
@@ -191,7 +197,7 @@ def test_a_kernel_that_cannot_be_built_falls_back(step: str, monkeypatch: pytest
 def test_explicit_kernels_that_cannot_be_built_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     available(monkeypatch)
     x = features(4, 3, seed=1)
-    with pytest.raises(RuntimeError, match="the kernel forward_tiles could not be built"):
+    with pytest.raises(RuntimeError, match="the kernel positive_products could not be built"):
         ct.clip_loss(x, x, backend="triton")
 
 
@@ -246,21 +252,23 @@ def test_architectures() -> None:
 def test_blocks_are_what_tensor_cores_take(arch: triton_configs.Arch) -> None:
     for kind in TABLE[arch]:
         for d, tile in ((1, None), (17, None), (512, None), (768, 1), (768, 100), (64, 4096)):
-            config = config_for(arch, d, kind, tile, crowded=d == 512)
-            assert all(x >= 16 and x & (x - 1) == 0 for x in config[:3])
-            assert tile is None or config.m == config.n == min(128, max(16, 1 << (tile.bit_length() - 1)))
-            assert config.m % config.n == 0, "tiles of symmetric scores end at the diagonal"
+            for kernel in ("forward", "gradient"):
+                config = config_for(arch, d, kind, tile, kernel=kernel, height=64 if d == 512 else 256)
+                assert all(x >= 16 and x & (x - 1) == 0 for x in config[:3])
+                assert tile is None or config.m == config.n == min(128, max(16, 1 << (tile.bit_length() - 1)))
+                square = config_for(arch, d, kind, tile, kernel=kernel, symmetric=True)
+                assert square.m == square.n, "tiles of symmetric scores end at the diagonal"
 
 
 @pytest.mark.parametrize("n", [1, 100, 5000, 1 << 20])
 @pytest.mark.parametrize("m", [1, 130, 70_000, 1 << 22])
 def test_cuts_cover_everything_in_a_bounded_workspace(n: int, m: int) -> None:
     config, room = config_for(80, 512, "16-bit"), 64 << 20
-    for cols in (True, False):
-        blocks, span, splits = cut_forward(n, m, config, processors=132, cols=cols, workspace=room)
-        assert span % config.n == 0 and (splits - 1) * span < m <= splits * span and 1 <= blocks <= -(-n // config.m)
-        assert not cols or 8 * blocks * m <= max(room, 8 * m)
-        tiles = -(-m // config.n)
+    for fields in (0, 2, 5):
+        blocks, span, splits = cut_forward(n, m, config, processors=132, fields=fields, workspace=room)
+        assert span % config.m == 0 and (splits - 1) * span < n <= splits * span and 1 <= blocks <= -(-m // config.n)
+        assert 4 * fields * blocks * n <= max(room, 4 * fields * n)
+        tiles = -(-n // config.m)
         assert blocks * splits >= min(4 * 132, blocks * tiles) / 2, "the GPU is occupied"
     rows, width = cut_backward(n, m, config, itemsize=2, symmetric=False, workspace=room)
     assert 1 <= rows <= n and 1 <= width <= m and rows * width * 2 <= room

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from contratile.engine.backends.triton_tiles import Launch
+from contratile.engine.backends.triton_launch import Launch
 from tests.engine.kernels.ahead_of_time import compiled, recorded, report
 from tests.engine.kernels.ptx_emulator import Program, emulated, run
 from tests.engine.kernels.ptx_machine import Hazard

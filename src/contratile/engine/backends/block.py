@@ -41,6 +41,10 @@ class Scores(NamedTuple):
     cache: Tensor
     """Keeps the score tiles that fit into it from forward to backward."""
 
+    query_classes: Tensor | None = None
+    key_classes: Tensor | None = None
+    """For sums over pairs of equal class."""
+
     folded: bool = True
     """Multiply alpha into the queries. Otherwise it is multiplied into each tile, after products were compared."""
 
@@ -73,6 +77,9 @@ class Given(NamedTuple):
     """The positives' scores as the forward pass read them."""
 
     pos_grad: Tensor | None
+    row_sums: Tensor | None = None
+    col_sums: Tensor | None = None
+    """Gradients of the sums of scores."""
 
 
 class Gradients(NamedTuple):
@@ -97,6 +104,9 @@ class KernelError(RuntimeError):
 
 class Tiles(Protocol):
     """A tiled backend, as the passes see it."""
+
+    def positives(self, scores: Scores, spec: Spec, level: Tensor) -> None:
+        """Write each row's product with its positive, exactly as `forward` will compare it."""
 
     def forward(self, scores: Scores, spec: Spec, pos: Tensor | None) -> tuple[SideParts, SideParts]:
         """What the rows and the columns gather from the block. Each row's positive score is written to `pos`."""

@@ -17,6 +17,11 @@ from contratile.engine.stats import accumulation_dtype
 def pair_stats(x: Inputs, spec: Spec) -> PairStats:
     """What `autograd.pair_stats` returns, in nats, on one process."""
     acc, device = accumulation_dtype(x.query.dtype), x.query.device.type
+    classes = x.query_classes, x.key_classes
+    if spec.sums == "differ":
+        classes = x.query_ids, x.key_ids
+    elif spec.sums == "all":
+        classes = x.query.new_zeros(len(x.query), dtype=torch.long), x.query.new_zeros(len(x.keys), dtype=torch.long)
     with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
         found = reference.pair_stats(
             x.query.to(acc),
@@ -26,8 +31,8 @@ def pair_stats(x: Inputs, spec: Spec) -> PairStats:
             labels=x.labels,
             query_ids=x.query_ids,
             key_ids=x.key_ids,
-            query_classes=x.query_classes,
-            key_classes=x.key_classes,
+            query_classes=classes[0],
+            key_classes=classes[1],
             query_level=x.query_level,
             reduce=spec.reduce,
             rows=spec.rows,
@@ -36,13 +41,13 @@ def pair_stats(x: Inputs, spec: Spec) -> PairStats:
             margin=spec.margin,
             ranks=spec.ranks,
             ties=spec.ties,
-            differ=spec.differ,
+            differ=spec.sums == "differ",
         )
     row, col = (
         SideStats(
             total=found.get(side),
-            sums=found.get(f"{side}_sums"),
-            counts=found.get(f"{side}_counts"),
+            sums=found.get(f"{side}_sums") if spec.sums else None,
+            counts=found.get(f"{side}_counts") if spec.sums else None,
             higher=found.get(f"{side}_higher"),
             equal=found.get(f"{side}_equal"),
         )

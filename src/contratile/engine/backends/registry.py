@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ TRITON = (3, 7)
 """The oldest supported version."""
 
 NOT_COVERED: dict[str, Callable[[Inputs, Spec], bool]] = {
-    "margin": lambda x, spec: spec.filters,
-    "return_stats": lambda x, spec: spec.ranks,
-    "cache_bytes": lambda x, spec: spec.cache_bytes > 0,
     "float64": lambda x, spec: x.query.dtype == torch.float64,
     "softplus of one set": lambda x, spec: spec.reduce == "softplus" and x.key is None,
 }
@@ -31,7 +28,7 @@ NOT_COVERED: dict[str, Callable[[Inputs, Spec], bool]] = {
 
 def choose(x: Inputs, spec: Spec) -> Tiles:
     """The backend for a call. Where kernels cannot run, "triton" raises and "auto" uses the torch backend."""
-    if spec.backend == "torch" or (spec.backend == "auto" and not x.query.is_cuda):
+    if spec.backend == "torch" or (spec.backend == "auto" and not on_gpu(x.query)):
         return torch_tiles
     asked = spec.backend == "triton"
     beyond = [name for name, asks in NOT_COVERED.items() if asks(x, spec)]
@@ -39,6 +36,8 @@ def choose(x: Inputs, spec: Spec) -> Tiles:
         if asked:
             remedy = "Use backend='auto', which leaves such calls to the torch backend."
             bad_value("backend='triton'", expected="what kernels cover", got=", ".join(beyond), remedy=remedy)
+        if beyond != ["float64"]:
+            _warn(f"they do not cover {', '.join(beyond)}")
         return torch_tiles
     reason = unavailable(x.query.device)
     if reason is not None:
@@ -51,6 +50,11 @@ def choose(x: Inputs, spec: Spec) -> Tiles:
     if x.query.dtype == torch.bfloat16 and triton_tiles.INTERPRETED and not triton_tiles.interprets_bf16():
         refuse("Triton's interpreter, which multiplies bfloat16 wrongly", remedy="Check with float32 or float16.")
     return triton_tiles if asked else KernelsOrTorch(x.query.device)
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether kernels may be there for a tensor: on CUDA and ROCm."""
+    return x.is_cuda
 
 
 def check(backend: str, device: torch.device, ranks: int) -> None:
@@ -87,13 +91,13 @@ def _unavailable(device: torch.device) -> str | None:
     found = str(triton.__version__)
     if tuple(int(number) for number in found.split(".")[:2]) < TRITON:
         return f"Triton {found}, which is older than {'.'.join(map(str, TRITON))}"
-    from contratile.engine.backends import triton_tiles
+    from contratile.engine.backends import triton_launch
 
-    if triton_tiles.INTERPRETED:
+    if triton_launch.INTERPRETED:
         return None if device.type == "cpu" else "Triton's interpreter (TRITON_INTERPRET=1), which is for CPU tensors"
     if device.type == "cpu":
         return "CPU tensors, without TRITON_INTERPRET=1 in the environment before Triton is imported"
-    if triton_tiles.arch_of(device) is None:
+    if triton_launch.arch_of(device) is None:
         return f"{torch.cuda.get_device_name(device)}, for which there is no launch table"
     return None
 
@@ -116,26 +120,23 @@ class KernelsOrTorch:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def forward(self, scores: Scores, spec: Spec, pos: Tensor | None) -> tuple[SideParts, SideParts]:
-        if self.device not in _failed:
-            from contratile.engine.backends import triton_tiles
+    def positives(self, scores: Scores, spec: Spec, level: Tensor) -> None:
+        self._try("positives", scores, spec, level)
 
-            try:
-                return triton_tiles.forward(scores, spec, pos)
-            except KernelError as error:
-                self._give_up(error)
-        return torch_tiles.forward(scores, spec, pos)
+    def forward(self, scores: Scores, spec: Spec, pos: Tensor | None) -> tuple[SideParts, SideParts]:
+        found: tuple[SideParts, SideParts] = self._try("forward", scores, spec, pos)
+        return found
 
     def backward(self, scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
+        self._try("backward", scores, spec, given, into)
+
+    def _try(self, step: str, *arguments: Any) -> Any:
         if self.device not in _failed:
             from contratile.engine.backends import triton_tiles
 
             try:
-                return triton_tiles.backward(scores, spec, given, into)
+                return getattr(triton_tiles, step)(*arguments)
             except KernelError as error:
-                self._give_up(error)
-        torch_tiles.backward(scores, spec, given, into)
-
-    def _give_up(self, error: KernelError) -> None:
-        _failed[self.device] = str(error)
-        _warn(str(error))
+                _failed[self.device] = str(error)
+                _warn(str(error))
+        return getattr(torch_tiles, step)(*arguments)

@@ -243,15 +243,15 @@ class LseWeights:
             back = torch.zeros_like(pos)
         else:
             back = take(other.grad, labels) * (pos - take(other.lse2, labels)).exp2_()
+        at = torch.arange(len(labels), device=labels.device) if mirrored or exclude_self else labels
         if mirrored:  # two rows may be each other's positive
-            at = torch.arange(len(labels), device=labels.device)
             back += torch.where(take(labels, labels) == at, take(extra, labels), 0)
             self._both = (own + extra) + back
-            if exclude_self:  # a row that is its own positive has no other gradient
-                alone = labels == at
-                own, self._both = own.masked_fill(alone, 0), torch.where(alone, 2 * extra, self._both)
         else:
             self._both = (own + back) + extra
+        if exclude_self:  # a row that is its own positive has no other gradient
+            alone = labels == at
+            own, self._both = own.masked_fill(alone, 0), torch.where(alone, (1 + mirrored) * extra, self._both)
         self._own = own + extra
 
     def positive(self, rows: slice, *, both: bool) -> Tensor:

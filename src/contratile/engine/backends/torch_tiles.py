@@ -29,6 +29,7 @@ from contratile.engine.backends.torch_reductions import (
     Sums,
     Weights,
 )
+from contratile.engine.classes import add_class_grads, class_sums
 from contratile.engine.plan import Tile, TilePlan
 from contratile.engine.rule import PairRule
 from contratile.engine.spec import Spec
@@ -57,13 +58,11 @@ def forward(scores: Scores, spec: Spec, pos: Tensor | None) -> tuple[SideParts, 
                 score_(scores, s_RC)
             reader.read(s_RC, spare_RC, tile)
     rows, cols = reader.parts()
-    if ranks is None:
-        return rows, cols
-    row_ranks, col_ranks = ranks.parts()
-    return (
-        rows._replace(higher=row_ranks.higher, equal=row_ranks.equal),
-        cols._replace(higher=col_ranks.higher, equal=col_ranks.equal),
-    )
+    if ranks is not None:
+        row_ranks, col_ranks = ranks.parts()
+        rows = rows._replace(higher=row_ranks.higher, equal=row_ranks.equal)
+        cols = cols._replace(higher=col_ranks.higher, equal=col_ranks.equal)
+    return _with_class_sums(rows, cols, scores, spec) if spec.sums else (rows, cols)
 
 
 def products(scores: Scores, q_RD: Tensor, k_CD: Tensor, tile: Tile, out: Tensor, spare: Tensor) -> Tensor:
@@ -119,7 +118,7 @@ def _limit(level: Tensor | None, spec: Spec) -> Tensor | None:
     return level - spec.margin if level is not None and spec.filters else None
 
 
-def positives(scores: Scores, level: Tensor) -> None:
+def positives(scores: Scores, spec: Spec, level: Tensor) -> None:
     """Write each row's product with its positive: computes the tiles that hold one, exactly as `forward` will."""
     plan = scores.plan
     ws = Workspace(plan, scores.q, scores.key, tiles=2)
@@ -197,6 +196,50 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
             torch.mul(dq_RD, alpha, out=part(dq, block))
         elif dq is not None:
             part(dq, block).add_(dq_RD.mul_(alpha))
+    if given.row_sums is not None or given.col_sums is not None:
+        _add_class_grads(dq, None if scores.k is None else dk, scores, spec, given)
+
+
+# --- sums of scores -----------------------------------------------------------------------------------------------
+
+
+def _classes(scores: Scores, spec: Spec) -> tuple[Tensor, Tensor]:
+    """What classes the sums go by: those given, ids, or one class for all."""
+    if spec.sums == "equal":
+        query, key = scores.query_classes, scores.key_classes
+    elif spec.sums == "differ":
+        query, key = scores.rule.query_ids, scores.rule.key_ids
+    else:
+        one = scores.q.new_zeros(max(len(scores.q), len(scores.key)), dtype=torch.long)
+        query, key = one[: len(scores.q)], one[: len(scores.key)]
+    assert query is not None and key is not None
+    return query, key
+
+
+def _with_class_sums(rows: SideParts, cols: SideParts, scores: Scores, spec: Spec) -> tuple[SideParts, SideParts]:
+    """Add sums and counts to the parts of the sides that are asked for."""
+    others = scores.rule.exclude_self
+    assert not others or scores.k is None, "selves are left out of sums over one set"
+    which = {"rows": spec.rows, "cols": spec.sums_cols, "differ": spec.sums == "differ", "others": others}
+    found = class_sums(scores.q, scores.key, scores.alpha, *_classes(scores, spec), **which)
+    if spec.rows:
+        rows = rows._replace(sums=found.row, counts=found.row_count)
+    if spec.sums_cols:
+        cols = cols._replace(sums=found.col, counts=found.col_count)
+    return rows, cols
+
+
+def _add_class_grads(dq: Tensor | None, dk: Tensor | None, scores: Scores, spec: Spec, given: Given) -> None:
+    """Add the gradients of the sums."""
+    own, other = _classes(scores, spec)
+    which = {"differ": spec.sums == "differ", "others": scores.rule.exclude_self}
+    if dq is not None:
+        add_class_grads(dq, scores.key, scores.alpha, own, other, given.row_sums, given.col_sums, **which)
+    if dk is not None:
+        add_class_grads(dk, scores.q, scores.alpha, other, own, given.col_sums, given.row_sums, **which)
+
+
+# --- what the loops use -------------------------------------------------------------------------------------------
 
 
 def _weights(scores: Scores, spec: Spec, given: Given) -> Weights:

@@ -4,7 +4,7 @@ Pure integers, like `plan.py` for the torch backend. The table was chosen from a
 (registers, spills, shared memory; `benchmarks/results/kernels.md`), not by timing.
 """
 
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -23,25 +23,76 @@ class Config(NamedTuple):
     d: int
     warps: int
     stages: int
+    registers: int | None = None
+    """At most so many for a thread; None leaves it to the compiler."""
+
+    def options(self) -> dict[str, Any]:
+        """Triton's options for a launch."""
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True, **limit}
+
+
+Kernel = Literal["forward", "gradient"]
+
+
+class Candidates(NamedTuple):
+    """Configurations of both kernels; the first of each is the default."""
+
+    forward: tuple[Config, ...]
+    gradient: tuple[Config, ...]
+
+
+def _both(*configs: Config) -> Candidates:
+    return Candidates(configs, configs)
 
 
 _WIDE = Config(128, 128, 64, 8, 3)
+_TALL = Config(256, 128, 32, 8, 3)
+_FLAT = Config(64, 128, 64, 4, 3)
+_SLIM = Config(128, 64, 64, 4, 3)
+_TWO = Config(128, 128, 64, 8, 3, registers=128)
 _FP32 = Config(128, 128, 32, 8, 3)
-_SLIM = Config(128, 64, 32, 8, 3)
+_THRICE = Config(128, 64, 32, 8, 3)
 _IEEE = Config(64, 64, 32, 4, 2)
+_FULL = Candidates((_WIDE, _TALL, _FLAT, _SLIM), (_TWO, _WIDE._replace(n=256), _FLAT, _SLIM))
 
-TABLE: dict[Arch, dict[str, Config]] = {
-    80: {"16-bit": _WIDE, "tf32": _FP32, "tf32x3": _SLIM, "ieee": _IEEE},
-    86: {"16-bit": _WIDE, "tf32": _FP32, "tf32x3": _SLIM, "ieee": _IEEE},
-    89: {"16-bit": _WIDE, "tf32": _FP32, "tf32x3": _SLIM, "ieee": _IEEE},
-    90: {"16-bit": _WIDE, "tf32": _FP32, "tf32x3": _SLIM, "ieee": _IEEE},
-    100: {"16-bit": Config(128, 128, 32, 8, 4), "tf32": _SLIM, "tf32x3": _SLIM, "ieee": Config(64, 64, 16, 4, 3)},
-    120: {"16-bit": Config(128, 128, 32, 8, 3), "tf32": _SLIM._replace(stages=4), "tf32x3": _SLIM, "ieee": _IEEE},
-    "gfx90a": {"16-bit": _WIDE._replace(stages=2), "ieee": _IEEE},
-    "gfx942": {"16-bit": _WIDE._replace(stages=2), "tf32": _FP32._replace(stages=2), "ieee": _IEEE},
+TABLE: dict[Arch, dict[str, Candidates]] = {
+    80: {"16-bit": _FULL, "tf32": _both(_FP32), "tf32x3": _both(_THRICE), "ieee": _both(_IEEE)},
+    86: {"16-bit": _FULL, "tf32": _both(_FP32), "tf32x3": _both(_THRICE), "ieee": _both(_IEEE)},
+    89: {"16-bit": _FULL, "tf32": _both(_FP32), "tf32x3": _both(_THRICE), "ieee": _both(_IEEE)},
+    90: {
+        "16-bit": _FULL._replace(forward=(_TALL, _WIDE, _FLAT, _SLIM)),
+        "tf32": _both(_THRICE),
+        "tf32x3": _both(_THRICE),
+        "ieee": _both(_IEEE),
+    },
+    100: {
+        "16-bit": Candidates((Config(128, 128, 32, 8, 4),), (Config(128, 64, 32, 8, 3), Config(128, 128, 32, 8, 4))),
+        "tf32": _both(_THRICE),
+        "tf32x3": _both(_THRICE),
+        "ieee": _both(Config(64, 64, 16, 4, 3)),
+    },
+    120: {
+        "16-bit": _both(Config(128, 128, 32, 8, 3)),
+        "tf32": _both(_THRICE._replace(stages=4)),
+        "tf32x3": _both(Config(64, 64, 16, 4, 3, registers=255)),
+        "ieee": _both(Config(64, 64, 16, 4, 2, registers=255)),
+    },
+    "gfx90a": {"16-bit": _both(_WIDE._replace(stages=2)), "ieee": _both(_IEEE)},
+    "gfx942": {
+        "16-bit": _both(_WIDE._replace(stages=2)),
+        "tf32": _both(_FP32._replace(stages=2)),
+        "ieee": _both(_IEEE),
+    },
 }
-"""fp32 features by the precision of their products; a missing entry means `ieee`. Tiles are narrower where 128 x 128
-spills registers. The height is a multiple of the width, which symmetric scores require."""
+"""fp32 features by the precision of their products; a missing entry means `ieee`. All candidates compile without spills, also
+for calls that keep more in registers (`config_for`)."""
+
+
+def candidates(arch: Arch, kind: str, kernel: Kernel) -> tuple[Config, ...]:
+    """Configurations worth timing, the default first."""
+    found = TABLE[arch][kind]
+    return found.forward if kernel == "forward" else found.gradient
 
 
 def known_arch(capability: tuple[int, int]) -> int | None:
@@ -57,45 +108,99 @@ def kind_of(arch: Arch, dtype: torch.dtype, precision: str | None) -> str:
     return precision if precision is not None and precision in TABLE[arch] else "ieee"
 
 
-def config_for(arch: Arch, d: int, kind: str, tile: int | None = None, *, crowded: bool = False) -> Config:
-    """The table's entry; `tile` forces the height and width of a tile, rounded down to a power of two.
+def config_for(
+    arch: Arch,
+    d: int,
+    kind: str,
+    tile: int | None = None,
+    *,
+    kernel: Kernel = "forward",
+    height: int = 256,
+    symmetric: bool = False,
+    chosen: Config | None = None,
+) -> Config:
+    """The table's default, or what was `chosen` instead; `tile` forces height and width, rounded down to a power of two.
 
-    Calls that keep more in registers (`crowded`: ids, symmetric scores, softplus) use half the width and, without
-    tensor cores, half the height. Features that cannot be read 16 bytes at a time halve everything. Short features are
+    Calls that keep more in registers limit the height to 128 or 64; without tensor cores, and on sm_100, 64 also halves both.
+    Features that cannot be read 16 bytes at a time halve everything. Tiles of symmetric scores are square. Short features are
     summed in at least two steps, so that loads and products overlap.
     """
-    config = TABLE[arch][kind]
+    config = candidates(arch, kind, kernel)[0] if chosen is None else chosen
     uneven = d % 16 != 0
     if tile is not None:
         side = min(128, max(16, 1 << (tile.bit_length() - 1)))
         config = config._replace(m=side, n=side)
     elif uneven:
-        config = config._replace(m=config.m // 2, n=config.n // 2, d=config.d // 2)
-    elif crowded:
-        config = config._replace(m=config.m // 2 if kind == "ieee" else config.m, n=config.n // 2)
+        config = config._replace(m=min(128, config.m) // 2, n=config.n // 2, d=config.d // 2)
+    elif height <= 64 and (kind == "ieee" or (arch == 100 and kind == "16-bit")):
+        config = config._replace(m=config.m // 2, n=config.n // 2)
+    config = config._replace(m=min(config.m, height))
+    if symmetric:
+        side = min(config.m, config.n)
+        config = config._replace(m=side, n=side)
     return config._replace(d=max(16, min(config.d, 1 << max(0, d.bit_length() - 2))))
 
 
+class Fold(NamedTuple):
+    """Where a thread's numbers lie in a tile of a product: `triton_forward.folded`."""
+
+    down: int
+    """Warps below each other."""
+
+    pair: int
+    """2 if a thread has rows 8 apart in pairs."""
+
+    across: int
+    """Warps side by side."""
+
+
+def fold_of(arch: Arch, kind: str, config: Config) -> Fold:
+    """mma.sync (sm_80 to 89, 120) puts a quarter of the warps below each other, wgmma (sm_90) as many as there is room.
+
+    Others are not folded: on sm_100 and AMD a thread has one row, and products without tensor cores have another layout.
+    """
+    m, n, warps = config.m, config.n, config.warps
+    if kind == "ieee" or not isinstance(arch, int) or arch == 100:
+        return Fold(m // 8, 1, 1)
+    down = max(1, min(warps if arch == 90 else warps // 4, m // 16))
+    return Fold(down, 2, max(1, min(warps // down, n // 8)))
+
+
+REGISTERS = 65_536
+"""Of a multiprocessor; a thread may have 255."""
+
+
+def careful_config(arch: Arch, config: Config, kernel: Kernel) -> Config:
+    """The careful launch keeps more in registers: forward its tiles are low, in the gradient more warps share a tile.
+
+    wgmma and tcgen05 take 64 rows. Without a limit the assembler may spill where registers are left.
+    """
+    if kernel == "forward":
+        config = config._replace(m=min(config.m, 64 if arch in (90, 100) else 32))
+    elif config.m * config.n >= 128 * 128:
+        config = config._replace(warps=16)
+    limit = min(255, REGISTERS // (32 * config.warps)) if isinstance(arch, int) else None
+    return config._replace(registers=limit)
+
+
 class ForwardCut(NamedTuple):
-    """Row blocks of one launch, and columns of one split."""
+    """Column blocks of one launch, and rows of one split."""
 
     blocks: int
     span: int
     splits: int
 
 
-def cut_forward(n: int, m: int, config: Config, *, processors: int, cols: bool, workspace: int) -> ForwardCut:
-    """Row blocks per launch: each leaves partial column statistics (two fp32), so as many as fit into the workspace.
+def cut_forward(n: int, m: int, config: Config, *, processors: int, fields: int, workspace: int) -> ForwardCut:
+    """Column blocks per launch: each leaves partial statistics of all rows (`fields` fp32), as many as fit into the workspace.
 
-    If these are too few to occupy the GPU four times over, the columns are split among programs.
+    If these are too few to occupy the GPU four times over, the rows are split among programs.
     """
-    blocks = -(-n // config.m)
-    if cols:
-        blocks = max(1, min(blocks, workspace // (8 * m)))
-    tiles = -(-m // config.n)
+    blocks = max(1, min(-(-m // config.n), workspace // (4 * max(1, fields) * n)))
+    tiles = -(-n // config.m)
     splits = min(tiles, max(1, -(-4 * processors // blocks)))
-    span = -(-tiles // splits) * config.n
-    return ForwardCut(blocks, span, -(-m // span))
+    span = -(-tiles // splits) * config.m
+    return ForwardCut(blocks, span, -(-n // span))
 
 
 class BackwardCut(NamedTuple):

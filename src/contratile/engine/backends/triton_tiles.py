@@ -1,235 +1,153 @@
-"""The tile engine in Triton kernels: host code of `triton_kernels.py`.
+"""The tile engine in Triton kernels: host code of `triton_forward.py` and `triton_gradient.py`.
 
     forward     a tile of scores is reduced to its row and column statistics                         1 product
     backward    a chunk of g is written, then dq += g k and dk += g^T q are library products          3 products
 
-A launch is data before it runs, so tests compile ahead of time exactly what runs here.
+A launch is data before it runs, so tests compile ahead of time exactly what runs here. Nothing is read back from the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from subprocess import CalledProcessError
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.errors import TritonError
 
-from contratile.engine.backends import triton_configs, triton_kernels
-from contratile.engine.backends.block import Given, Gradients, KernelError, Scores, SideGrad
+from contratile.engine.backends import triton_configs, triton_forward, triton_gradient
+from contratile.engine.backends.block import Given, Gradients, Scores, SideGrad
 from contratile.engine.backends.precision import library_products
-from contratile.engine.backends.triton_configs import Arch, Config, config_for, cut_backward, cut_forward, kind_of
+from contratile.engine.backends.torch_reductions import Direction, LseWeights, SoftplusWeights
+from contratile.engine.backends.triton_configs import careful_config, cut_backward, cut_forward
+from contratile.engine.backends.triton_launch import INTERPRETED, Device, KernelCall, Launch, number, on_device
+from contratile.engine.backends.triton_positives import add_positives
 from contratile.engine.plan import plan_tiles
 from contratile.engine.rule import PairRule
 from contratile.engine.spec import Spec
-from contratile.engine.stats import SideParts, Stats
+from contratile.engine.stats import SideParts, Stats, lowest
+
+__all__ = ["INTERPRETED", "backward", "forward", "interprets_bf16", "positives"]
 
 GROUP = 8
 """Row blocks that share the columns in the L2 cache."""
 
 MERGE_BLOCK, MERGE_PARTS = 128, 16
-
-INTERPRETED = not hasattr(triton_kernels.forward_tiles, "cache_key")
-"""TRITON_INTERPRET=1 was set before Triton was imported: kernels run on CPU tensors."""
-
-
-class Launch(NamedTuple):
-    """A kernel with its grid, arguments and options."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-    options: dict[str, Any]
-
-    def run(self) -> None:
-        try:
-            self.kernel[self.grid](**self.arguments, **self.options)
-        except (TritonError, RuntimeError, OSError, ImportError, CalledProcessError) as error:
-            # The first launch builds the kernel; errors on the device itself are not build errors.
-            if INTERPRETED or isinstance(error, torch.OutOfMemoryError) or str(error).startswith("Triton Error"):
-                raise
-            first_line = next(iter(str(error).splitlines()), "")
-            what = f"the kernel {self.kernel.__name__} could not be built ({type(error).__name__}: {first_line})"
-            raise KernelError(what) from error
-
-
-class Device(NamedTuple):
-    """The GPU that launches are made for."""
-
-    arch: Arch
-    processors: int
-
-    @classmethod
-    def of(cls, device: torch.device) -> Device:
-        if device.type == "cpu":  # interpreted
-            return cls(80, 1)
-        properties = torch.cuda.get_device_properties(device)
-        return cls(_arch(device), properties.multi_processor_count)
-
-
-@cache
-def _arch(device: torch.device) -> Arch:
-    arch = arch_of(device)
-    assert arch is not None, "the registry lets only known devices through"
-    return arch
-
-
-def arch_of(device: torch.device) -> Arch | None:
-    """The entry of the launch table for a CUDA or ROCm device, if it has one."""
-    if torch.version.hip is not None:
-        name = str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
-        return name if name in triton_configs.TABLE else None
-    return triton_configs.known_arch(torch.cuda.get_device_capability(device))
-
-
-class KernelCall(NamedTuple):
-    """The arguments that all kernels of a block share."""
-
-    scores: Scores
-    spec: Spec
-    device: Device
-
-    @property
-    def kind(self) -> str:
-        return kind_of(self.device.arch, self.scores.q.dtype, self.spec.precision)
-
-    @property
-    def config(self) -> Config:
-        softplus = self.spec.reduce == "softplus"
-        crowded = self.scores.k is None or self.scores.rule.query_ids is not None or softplus
-        return config_for(self.device.arch, self.scores.q.shape[1], self.kind, self.spec.tile, crowded=crowded)
-
-    def arguments(self) -> dict[str, Any]:
-        q, key, rule, config = self.scores.q, self.scores.key, self.scores.rule, self.config
-        return {
-            "query": q,
-            "key": key,
-            "alpha": _number(self.scores.alpha, q.device),
-            "bias": None if self.scores.bias is None else _number(self.scores.bias, q.device),
-            "labels": _dense(rule.labels),
-            "query_ids": _dense(rule.query_ids),
-            "key_ids": _dense(rule.key_ids),
-            "D": q.shape[1],
-            "q_row": q.stride(0),
-            "q_col": q.stride(1),
-            "k_row": key.stride(0),
-            "k_col": key.stride(1),
-            "SOFTPLUS": self.spec.reduce == "softplus",
-            "SELF": rule.exclude_self,
-            "SYMMETRIC": self.scores.k is None,
-            "PRECISION": "ieee" if self.kind == "16-bit" else self.kind,
-            "EVEN_D": q.shape[1] % config.d == 0,
-            "BLOCK_M": config.m,
-            "BLOCK_N": config.n,
-            "BLOCK_D": config.d,
-        }
-
-    def launch(self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> Launch:
-        config = self.config
-        return Launch(kernel, grid, arguments, _options(config.warps, config.stages))
-
-
-def _options(warps: int, stages: int) -> dict[str, Any]:
-    return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
-
-
-def _number(x: Tensor, device: torch.device) -> Tensor:
-    """A 0-d tensor on the device. A number from the CPU is passed by value: copying would synchronise."""
-    return torch.scalar_tensor(x.item(), device=device) if x.is_cpu else x.to(device, torch.float32)
-
-
-def _dense(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
+ADDED = ("higher", "equal", "sums", "counts")
+"""Statistics that are plain sums."""
 
 
 # --- forward ------------------------------------------------------------------------------------------------------
 
 
+def positives(scores: Scores, spec: Spec, level: Tensor) -> None:
+    """Write each row's product with its positive, from the tiles that hold one, computed as `forward` computes them."""
+    if len(scores.q) and len(scores.key):
+        with on_device(scores.q.device):
+            positive_launch(KernelCall(scores, spec, Device.of(scores.q.device)), level).run()
+
+
+def positive_launch(call: KernelCall, level: Tensor) -> Launch:
+    config, names = call.forward, triton_forward.positive_products.arg_names
+    arguments = call.features(config) | {"alpha": call.alpha, "labels": call.labels, "level": level}
+    arguments = {name: arguments[name] for name in names}
+    return Launch(triton_forward.positive_products, (-(-len(call.scores.q) // config.m),), arguments, config.options())
+
+
 def forward(scores: Scores, spec: Spec, pos: Tensor | None) -> tuple[SideParts, SideParts]:
     """Statistics of the block's rows and columns; each row's positive score is written to `pos`."""
-    assert not spec.compares, "kernels do not compare with positives"
     q, key = scores.q, scores.key
-    lse = spec.reduce == "lse"
-    row = _empty(len(q), q.device, lse=lse) if spec.rows or not lse else SideParts()
-    col = _empty(len(key), q.device, lse=lse) if spec.cols else SideParts()
-    if len(q) and len(key):
-        with _on(q.device):
-            for launch in forward_launches(KernelCall(scores, spec, Device.of(q.device)), row, col, pos):
-                launch.run()
+    row = _empty(len(q), q.device, spec, sums=spec.sums != "") if spec.rows or spec.reduce != "lse" else SideParts()
+    col = _empty(len(key), q.device, spec, sums=spec.sums_cols) if spec.cols else SideParts()
+    if not len(q) or not len(key):
+        return row, col
+    level = scores.row_level
+    if pos is not None:
+        level = torch.empty_like(pos)
+        positives(scores, spec, level)
+        torch.mul(level, scores.alpha.abs(), out=pos)
+        if scores.bias is not None:
+            pos += scores.bias
+    with on_device(q.device):
+        call = KernelCall(scores, spec, Device.of(q.device))
+        for launch in forward_launches(call, row, col):
+            launch.run()
+    if scores.rule.labels is not None and level is not None:
+        add_positives(row, col, scores, spec, level)
     return row, col
 
 
-def _empty(n: int, device: torch.device, *, lse: bool) -> SideParts:
+def _empty(n: int, device: torch.device, spec: Spec, *, sums: bool) -> SideParts:
+    """Statistics of nothing."""
     stats = Stats.empty(n, dtype=torch.float32, device=device)
-    return SideParts(*stats) if lse else SideParts(total=stats.total)
 
+    def zeros(wanted: bool) -> Tensor | None:
+        return torch.zeros_like(stats.total) if wanted else None
 
-def forward_launches(call: KernelCall, row: SideParts, col: SideParts, pos: Tensor | None) -> Iterator[Launch]:
-    """For each chunk of row blocks: the tiles, and the merge of their partial results into the statistics."""
-    scores, config = call.scores, call.config
-    n, m = len(scores.q), len(scores.key)
-    symmetric = scores.k is None
-    into = row if symmetric else col  # the columns of symmetric scores are rows
-    blocks, span, splits = cut_forward(
-        n,
-        m,
-        config,
-        processors=call.device.processors,
-        cols=into.total is not None or symmetric,
-        workspace=triton_configs.WORKSPACE_BYTES,
+    return SideParts(
+        level=stats.level if spec.reduce == "lse" else None,
+        total=stats.total,
+        higher=zeros(spec.ranks),
+        equal=zeros(spec.ranks and spec.ties),
+        sums=zeros(sums),
+        counts=zeros(sums),
     )
-    part_rows = min(n, blocks * config.m)
-    row_parts = _scratch(row, splits, part_rows)
-    col_parts = _scratch(into, blocks, m)
-    shared = call.arguments() | {
-        "row_level": row_parts.level,
-        "row_total": row_parts.total,
-        "col_level": col_parts.level,
-        "col_total": col_parts.total,
-        "pos": pos,
-        "N": n,
-        "M": m,
-        "span": span,
-        "part_rows": part_rows,
+
+
+def forward_launches(call: KernelCall, row: SideParts, col: SideParts) -> Iterator[Launch]:
+    """For each chunk of column blocks: the tiles, fast and careful, and the merge of their partial results."""
+    scores, config = call.scores, call.forward
+    n, m, symmetric = len(scores.q), len(scores.key), scores.k is None
+    if symmetric:  # the columns are rows
+        col = row
+    fields = sum(x is not None for x in row)
+    blocks, span, splits = cut_forward(
+        *(n, m, config), processors=call.device.processors, fields=fields, workspace=triton_configs.WORKSPACE_BYTES
+    )
+    part_cols = min(m, blocks * config.n)
+    row_parts, col_parts = _scratch(row, blocks, n), _scratch(col, 2 * splits, part_cols)
+    new = scores.q.new_empty
+    shared = call.statistics(config, row_parts, col_parts) | {
+        "special": new(blocks, -(-n // config.m), dtype=torch.int8),
+        "marks": new(blocks * splits, dtype=torch.int32),
+        **{"N": n, "M": m, "span": span, "part_cols": part_cols},
     }
-    if pos is None:
-        shared["labels"] = None
-    for first in range(0, -(-n // config.m), blocks):
-        count = min(blocks, -(-n // config.m) - first)
-        yield call.launch(triton_kernels.forward_tiles, (count, splits), shared | {"first": first})
-        rows = slice(first * config.m, min(n, (first + count) * config.m))
-        if row.total is not None:
-            chunk = SideParts(None if row.level is None else row.level[rows], row.total[rows])
-            yield _merge(chunk, row_parts, splits)
-        if into.total is not None:
-            yield _merge(into, col_parts, count, first=first, triangle=config.m if symmetric else 0)
+    yield from call.bounds(config, shared)
+    fast, careful = call.fast(shared), list(call.careful(shared))
+    options, careful_options = config.options(), careful_config(call.device.arch, config, "forward").options()
+    for first in range(0, -(-m // config.n), blocks):
+        count = min(blocks, -(-m // config.n) - first)
+        chosen = [(fast, options), *((arguments, careful_options) for arguments in careful)]
+        for arguments, how in chosen:
+            yield Launch(triton_forward.forward_tiles, (count, splits), arguments | {"first": first}, how)
+        if symmetric or row.total is not None:
+            yield from _merges(row, row_parts, count, first=first, triangle=config.n if symmetric else 0)
+        cols = slice(first * config.n, min(m, (first + count) * config.n))
+        yield from _merges(SideParts(*(None if x is None else x[cols] for x in col)), col_parts, 2 * splits)
 
 
 def _scratch(side: SideParts, parts: int, length: int) -> SideParts:
     """Room for the partial results of one side."""
-    make = (None if x is None else x.new_empty(parts, length) for x in (side.level, side.total))
-    return SideParts(*make)
+    return SideParts(*(None if x is None else x.new_empty(parts, length) for x in side))
 
 
-def _merge(into: SideParts, parts: SideParts, count: int, *, first: int = 0, triangle: int = 0) -> Launch:
-    assert into.total is not None and parts.total is not None
-    arguments = {
-        "level": into.level,
-        "total": into.total,
-        "part_level": parts.level,
-        "part_total": parts.total,
-        "parts": count,
-        "count": len(into.total),
-        "stride": parts.total.stride(0),
-        "first": first,
-        "TRIANGLE": triangle,
-        "BLOCK_P": MERGE_PARTS,
-        "BLOCK": MERGE_BLOCK,
-    }
-    return Launch(triton_kernels.merge_parts, (-(-len(into.total) // MERGE_BLOCK),), arguments, _options(4, 2))
+def _merges(into: SideParts, parts: SideParts, count: int, *, first: int = 0, triangle: int = 0) -> Iterator[Launch]:
+    """One launch for the log-sum-exps, and one for each plain sum."""
+    sums = [(name, getattr(into, name), getattr(parts, name)) for name in ("total", *ADDED)]
+    for name, total, part in sums:
+        if total is None:
+            continue
+        levels = name == "total" and into.level is not None
+        arguments = {
+            "level": into.level if levels else None,
+            "total": total,
+            "part_level": parts.level if levels else None,
+            "part_total": part,
+            **{"parts": count, "count": len(total), "stride": part.stride(0), "first": first},
+            **{"TRIANGLE": triangle, "BLOCK_P": MERGE_PARTS, "BLOCK": MERGE_BLOCK},
+        }
+        options = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
+        yield Launch(triton_forward.merge_parts, (-(-len(total) // MERGE_BLOCK),), arguments, options)
 
 
 # --- backward -----------------------------------------------------------------------------------------------------
@@ -246,23 +164,19 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
     q, (dq, dk, dalpha, dbias, _) = scores.q, into
     if not len(q) or not len(scores.key) or not _upstream(given):
         return
-    with _on(q.device):
+    with on_device(q.device):
         given, peak = _near_one(given, fp16=q.dtype == torch.float16)
-        alpha = _number(scores.alpha, q.device)
-        factor = alpha * peak
         call = KernelCall(scores, spec, Device.of(q.device))
+        factor = call.alpha * peak
         write, add_up = dq is not None or dk is not None, dalpha is not None or dbias is not None
         chunks = Chunks(call, given, write=write, add_up=add_up)
         if scores.k is None:
             _products_of_one_set(chunks, q, dq, factor)
         else:
             _products_of_two_sets(chunks, q, scores.k, into, factor)
-        weighed, plain = chunks.sums * peak
-        if scores.bias is None:
-            weighed = weighed / alpha
-        for total, more in ((dalpha, weighed), (dbias, plain)):
+        for total, more in zip((dalpha, dbias), chunks.sums, strict=True):
             if total is not None:
-                total += more.to(total.device)
+                total += (more * peak).to(total.device)
 
 
 def _products_of_two_sets(chunks: Chunks, q: Tensor, k: Tensor, into: Gradients, factor: Tensor) -> None:
@@ -270,10 +184,10 @@ def _products_of_two_sets(chunks: Chunks, q: Tensor, k: Tensor, into: Gradients,
     room = None if dq is None else q.new_empty(chunks.cut.rows, q.shape[1], dtype=torch.float32)
     for rows in chunks.row_slices():
         dq_RD = None if room is None else room[: rows.stop - rows.start]
-        for number, cols in enumerate(chunks.col_slices(rows)):
+        for number_, cols in enumerate(chunks.col_slices(rows)):
             g_RC = chunks.compute(rows, cols)
             if dq_RD is not None:
-                add_product_(dq_RD, g_RC, k[cols], first=number == 0)
+                add_product_(dq_RD, g_RC, k[cols], first=number_ == 0)
             if dk is not None:
                 add_product_(dk[cols], g_RC.t(), q[rows])
         if dq is not None and dq_RD is not None:
@@ -302,14 +216,13 @@ class Chunks:
     """The chunks of g and the sums over them."""
 
     def __init__(self, call: KernelCall, given: Given, *, write: bool, add_up: bool) -> None:
-        scores, config = call.scores, call.config
+        scores, config = call.scores, call.gradient
         q, symmetric = scores.q, scores.k is None
-        self.n, self.m, self.symmetric = len(q), len(scores.key), symmetric
-        self.call, self.given = call, given
+        self.n, self.m, self.symmetric, self.config = len(q), len(scores.key), symmetric, config
+        self.careful = careful_config(call.device.arch, config, "gradient")
+        self.careful_arguments = call.careful_gradients(self.careful)
         self.cut = cut_backward(
-            self.n,
-            self.m,
-            config,
+            *(self.n, self.m, config),
             itemsize=q.dtype.itemsize,
             symmetric=symmetric,
             workspace=triton_configs.WORKSPACE_BYTES,
@@ -318,13 +231,42 @@ class Chunks:
         high, wide = -(-rows // config.m), -(-cols // config.n)
         # In whole tiles: kernels write 16 bytes at a time, also at the end of a chunk.
         self.grad = q.new_empty(high * config.m, wide * config.n) if write else None
-        self.parts = q.new_empty(high * wide, 2, dtype=torch.float32) if add_up else None
+        programs = -(-high // GROUP) * GROUP * wide
+        self.parts = q.new_empty(programs, 2, dtype=torch.float32) if add_up else None
+        weight = _positive_weights(scores, spec=call.spec, given=given)
+        self.arguments = call.gradients(config, given) | {
+            "pos_weight": weight,
+            "grad": self.grad,
+            "grad_row": 0 if self.grad is None else self.grad.stride(0),
+            "sums": self.parts,
+            "special": q.new_empty(programs, dtype=torch.int32),
+            "M": self.m,
+        }
+        for launch in self.preparations(call, given):
+            launch.run()
         self.sums = q.new_zeros(2, dtype=torch.float32)
-        col = given.row if symmetric else given.col
-        self.arguments = call.arguments() | _side("row", given.row) | _side("col", col)
-        self.arguments |= {"pos": given.pos, "pos_grad": given.pos_grad, "GROUP": GROUP}
-        if given.pos is None:
-            self.arguments["labels"] = None
+        if add_up and weight is not None:
+            self._add_positives(scores, weight, given)
+
+    def preparations(self, call: KernelCall, given: Given) -> Iterator[Launch]:
+        """Bounds of labels and, if both sides share an exponential, their weights."""
+        yield from call.bounds(self.config, self.arguments)
+        if self.arguments["row_far"] is None:
+            return
+        for name, block in (("row", self.config.m), ("col", self.config.n)):
+            arguments = {x: self.arguments[f"{name}_{x}"] for x in ("lse", "grad", "weight", "far")}
+            arguments |= {"shift": self.arguments["shift"], "N": len(arguments["lse"]), "BLOCK": block}
+            grid = (-(-len(arguments["lse"]) // block),)
+            yield Launch(triton_gradient.side_weights, grid, arguments, {"num_warps": 4, "enable_fp_fusion": True})
+
+    def _add_positives(self, scores: Scores, weight: Tensor, given: Given) -> None:
+        """The positives' share of the sums: kernels add up negatives."""
+        labels, pos = scores.rule.labels, given.pos
+        assert labels is not None and pos is not None
+        if self.symmetric:  # two rows that are each other's positive hold the same pair
+            weight = weight * torch.where(labels[labels] == torch.arange(self.n, device=labels.device), 0.5, 1.0)
+        dots = (pos if scores.bias is None else pos - scores.bias) / scores.alpha
+        self.sums += torch.stack([(weight * dots).sum(), weight.sum()])
 
     def row_slices(self) -> Iterator[slice]:
         return _slices(0, self.n, self.cut.rows)
@@ -332,35 +274,49 @@ class Chunks:
     def col_slices(self, rows: slice) -> Iterator[slice]:
         return _slices(rows.start if self.symmetric else 0, self.m, self.cut.cols)
 
-    def launch(self, rows: slice, cols: slice) -> Launch:
-        config = self.call.config
-        programs = -(-(rows.stop - rows.start) // config.m) * -(-(cols.stop - cols.start) // config.n)
+    def launches(self, rows: slice, cols: slice) -> Iterator[Launch]:
+        config = self.config
+        high, wide = -(-(rows.stop - rows.start) // config.m), -(-(cols.stop - cols.start) // config.n)
+        depth = min(GROUP, high)
         chunk = {"first_row": rows.start, "rows_end": rows.stop, "first_col": cols.start, "cols_end": cols.stop}
-        stride = 0 if self.grad is None else self.grad.stride(0)
-        arguments = self.arguments | chunk | {"grad": self.grad, "grad_row": stride, "sums": self.parts}
-        return self.call.launch(triton_kernels.gradient_tiles, (programs,), arguments)
+        fast = self.arguments | chunk
+        for arguments, how in ((fast, config), (fast | self.careful_arguments, self.careful)):
+            grid = (depth, wide, -(-high // depth))
+            yield Launch(triton_gradient.gradient_tiles, grid, arguments, how.options())
 
     def compute(self, rows: slice, cols: slice) -> Tensor:
         """g of the chunk. For symmetric scores it covers both sides of a pair; diagonal chunks hold each twice."""
-        launch = self.launch(rows, cols)
-        launch.run()
         if self.parts is not None:
-            share = 0.5 if self.symmetric and rows == cols else 1.0
-            self.sums += self.parts[: launch.grid[0]].sum(0) * share
+            self.parts.zero_()
+        for launch in self.launches(rows, cols):
+            launch.run()
+        if self.parts is not None:
+            self.sums += self.parts.sum(0) * (0.5 if self.symmetric and rows == cols else 1.0)
         return self.sums[:0] if self.grad is None else self.grad[: rows.stop - rows.start, : cols.stop - cols.start]
+
+
+def _positive_weights(scores: Scores, *, spec: Spec, given: Given) -> Tensor | None:
+    """g at each row's positive, in full precision."""
+    rule, pos = scores.rule, given.pos
+    if rule.labels is None or pos is None:
+        return None
+    own: dict[str, Any] = {"labels": rule.labels, "pos": pos, "pos_grad": given.pos_grad}
+    if spec.reduce == "softplus":
+        row = torch.zeros_like(pos) if given.row is None else given.row.grad
+        weights: LseWeights | SoftplusWeights = SoftplusWeights(row, None if given.col is None else given.col.grad, **own)
+    else:
+        sides = (None if x is None or x.lse is None else Direction(x.lse, x.grad) for x in (given.row, given.col))
+        weights = LseWeights(*sides, **own, mirrored=scores.k is None, exclude_self=rule.exclude_self)
+    return weights.positive(slice(0, len(pos)), both=True).contiguous()
 
 
 def _slices(start: int, stop: int, step: int) -> Iterator[slice]:
     return (slice(at, min(at + step, stop)) for at in range(start, stop, step))
 
 
-def _side(name: str, side: SideGrad | None) -> dict[str, Tensor | None]:
-    return {f"{name}_lse": None if side is None else side.lse, f"{name}_grad": None if side is None else side.grad}
-
-
 def _upstream(given: Given) -> list[Tensor]:
     sides = [side.grad for side in (given.row, given.col) if side is not None]
-    return sides if given.pos_grad is None else [*sides, given.pos_grad]
+    return sides + [x for x in (given.pos_grad, given.row_sums, given.col_sums) if x is not None]
 
 
 def _near_one(given: Given, *, fp16: bool) -> tuple[Given, Tensor]:
@@ -371,13 +327,15 @@ def _near_one(given: Given, *, fp16: bool) -> tuple[Given, Tensor]:
     largest = torch.stack([grad.abs().amax() for grad in _upstream(given)]).amax()
     peak = torch.ldexp(torch.ones_like(largest), largest.frexp().exponent - (13 if fp16 else 1))
     row, col = (None if side is None else _scaled(side, peak) for side in (given.row, given.col))
-    pos_grad = None if given.pos_grad is None else (given.pos_grad / peak).contiguous()
-    return Given(row, col, given.pos, pos_grad), peak
+    pos_grad, row_sums, col_sums = (
+        None if x is None else (x / peak).contiguous() for x in (given.pos_grad, given.row_sums, given.col_sums)
+    )
+    return Given(row, col, given.pos, pos_grad, row_sums, col_sums), peak
 
 
 def _scaled(side: SideGrad, peak: Tensor) -> SideGrad:
-    lse = None if side.lse is None else side.lse.clamp(min=torch.finfo(torch.float32).min).contiguous()
-    return SideGrad(lse, (side.grad / peak).contiguous(), None)
+    lse = None if side.lse is None else side.lse.clamp(min=lowest(torch.float32)).contiguous()
+    return SideGrad(lse, (side.grad / peak).contiguous(), side.level)
 
 
 def add_product_(into: Tensor, a: Tensor, b: Tensor, *, first: bool = False) -> None:
@@ -411,8 +369,3 @@ def interprets_bf16() -> bool:
     row, _ = forward(scores, Spec(cols=False, tile=16), None)
     assert row.level is not None and row.total is not None
     return row.level.tolist() == [16.0] and row.total.tolist() == [1.0]
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
