@@ -57,14 +57,29 @@ def kind_of(arch: Arch, dtype: torch.dtype, precision: str | None) -> str:
     return precision if precision is not None and precision in TABLE[arch] else "ieee"
 
 
-def config_for(arch: Arch, d: int, kind: str, tile: int | None = None, *, crowded: bool = False) -> Config:
-    """The table's entry; `tile` forces the height and width of a tile, rounded down to a power of two.
+def candidates(arch: Arch, kind: str, kernel: str) -> list[Config]:
+    """Configurations worth timing for a kernel ("forward" or "gradient"), the table's entry first."""
+    default = TABLE[arch][kind]
+    others = (
+        default._replace(n=max(32, default.n // 2)),
+        default._replace(m=max(32, default.m // 2), n=max(32, default.n // 2)),
+        default._replace(d=max(16, default.d // 2)),
+        default._replace(stages=max(2, default.stages - 1)),
+        default._replace(warps=max(4, default.warps // 2), n=max(32, default.n // 2)),
+    )
+    return list(dict.fromkeys((default, *others)))
+
+
+def config_for(
+    arch: Arch, d: int, kind: str, tile: int | None = None, *, crowded: bool = False, chosen: Config | None = None
+) -> Config:
+    """The table's entry or what was `chosen` instead; `tile` forces height and width, rounded down to a power of two.
 
     Calls that keep more in registers (`crowded`: ids, symmetric scores, softplus) use half the width and, without
     tensor cores, half the height. Features that cannot be read 16 bytes at a time halve everything. Short features are
     summed in at least two steps, so that loads and products overlap.
     """
-    config = TABLE[arch][kind]
+    config = TABLE[arch][kind] if chosen is None else chosen
     uneven = d % 16 != 0
     if tile is not None:
         side = min(128, max(16, 1 << (tile.bit_length() - 1)))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from triton.errors import TritonError
 
+from contratile.engine import tuned
 from contratile.engine.backends import triton_configs, triton_kernels
 from contratile.engine.backends.block import Given, Gradients, KernelError, Scores, SideGrad
 from contratile.engine.backends.precision import library_products
@@ -91,6 +92,8 @@ class KernelCall(NamedTuple):
     scores: Scores
     spec: Spec
     device: Device
+    kernel: str = "forward"
+    """Or "gradient"."""
 
     @property
     def kind(self) -> str:
@@ -100,7 +103,16 @@ class KernelCall(NamedTuple):
     def config(self) -> Config:
         softplus = self.spec.reduce == "softplus"
         crowded = self.scores.k is None or self.scores.rule.query_ids is not None or softplus
-        return config_for(self.device.arch, self.scores.q.shape[1], self.kind, self.spec.tile, crowded=crowded)
+        d, arch = self.scores.q.shape[1], self.device.arch
+        return config_for(arch, d, self.kind, self.spec.tile, crowded=crowded, chosen=self.chosen)
+
+    @property
+    def chosen(self) -> Config | None:
+        """The fastest configuration on this device, if it was tuned and is still a candidate."""
+        name, d = device_name(self.scores.q.device), self.scores.q.shape[1]
+        found = tuned.kernel(self.kernel, device=name, kind=self.kind, d=d)
+        known = triton_configs.candidates(self.device.arch, self.kind, self.kernel) if found else []
+        return next((config for config in known if config == found), None)
 
     def arguments(self) -> dict[str, Any]:
         q, key, rule, config = self.scores.q, self.scores.key, self.scores.rule, self.config
@@ -130,6 +142,12 @@ class KernelCall(NamedTuple):
     def launch(self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> Launch:
         config = self.config
         return Launch(kernel, grid, arguments, _options(config.warps, config.stages))
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    """What tuned configurations are recorded under."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _options(warps: int, stages: int) -> dict[str, Any]:
@@ -250,7 +268,7 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
         given, peak = _near_one(given, fp16=q.dtype == torch.float16)
         alpha = _number(scores.alpha, q.device)
         factor = alpha * peak
-        call = KernelCall(scores, spec, Device.of(q.device))
+        call = KernelCall(scores, spec, Device.of(q.device), "gradient")
         write, add_up = dq is not None or dk is not None, dalpha is not None or dbias is not None
         chunks = Chunks(call, given, write=write, add_up=add_up)
         if scores.k is None:
