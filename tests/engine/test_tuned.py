@@ -20,7 +20,7 @@ from contratile.ring.ring import Ring
 from contratile.ring.team import ALONE
 from tests.helpers import features
 
-HERE = {"device": "a machine", "dtype": "float32"}
+HERE: dict[str, Any] = {"device": "a machine", "dtype": "float32"}
 
 
 @pytest.fixture(autouse=True)
