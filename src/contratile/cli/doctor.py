@@ -34,8 +34,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tune",
         action="store_true",
-        help="time launch configurations of the kernels on the first GPU, or tiles of the torch backend on a CPU (about "
-        "a minute), and keep the fastest in the user's cache folder, where later runs find them",
+        help="time launch configurations of the kernels on the first GPU, or tiles of the torch backend on a CPU "
+        "(about a minute), and keep the fastest in the user's cache folder, where later runs find them",
     )
     parser.add_argument(
         "--size", type=int, help="with --tune: number of pairs to time (default: 16384 on a GPU, 4096 on a CPU)"

@@ -10,7 +10,7 @@ from contratile.doctor.checkup import Notify, all_devices
 from contratile.doctor.tune import DEFAULT, Trial, TuneOptions, Tuning, subjects, tune
 from contratile.engine import tuned
 
-UNTIMED = "Triton is interpreted: the candidates are checked, but their times mean nothing and none is kept."
+UNTIMED = "checked but not timed, since Triton is interpreted or the default does not run"
 
 
 def tune_and_show(options: argparse.Namespace, notify: Notify) -> int:
@@ -57,15 +57,16 @@ def _grid(tuning: Tuning) -> Grid:
 
 def _remarks(wrong: list[str], found: list[Tuning]) -> list[str]:
     remarks = [f"problem: {text}" for text in wrong]
-    if not all(tuning.recorded for tuning in found):
-        remarks.append(UNTIMED)
+    for tuning in found:
+        if not tuning.timed and not tuning.wrong:
+            remarks.append(f"{tuning.kind}, {tuning.dtype}, D = {tuning.d}: {UNTIMED}")
     return remarks
 
 
 def _verdict(found: list[Tuning], path: Path) -> str:
     better = [tuning for tuning in found if tuning.kept != DEFAULT]
-    if not any(tuning.recorded for tuning in found):
-        return f"nothing kept; {len(found)} subjects checked"
+    if not any(tuning.timed for tuning in found):
+        return "nothing was timed, so nothing is kept"
     if not better:
         return "the defaults are the fastest, or within the noise: nothing is changed"
     return f"{len(better)} of {len(found)} kept in {path}; CONTRATILE_TUNED=0 ignores them"

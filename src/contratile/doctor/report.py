@@ -13,8 +13,10 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
 from math import isfinite
@@ -30,7 +32,7 @@ from contratile.machine import version
 
 FORMAT = 1
 PEERS = ("inf-cl", "siglip-kernel", "open_clip_torch")
-PATHS = re.compile(r"""(?<![\w./\\:])(?:[A-Za-z]:)?(?:[\\/][^\s\\/'":,;()<>|]+){2,}[\\/]?""")
+PATHS = re.compile(r"""(?:file://|(?<![\w./\\]))(?:[A-Za-z]:|\\)?(?:[\\/][^\s\\/'":,;()<>|]+){2,}[\\/]?""")
 """Absolute paths of two or more parts, not those of an address on the web."""
 TIMES = ("device", "loss", "N", "D", "dtype", "contestant", "ms", "limit", "predicted", "MiB", "")
 FREE_TEXT = ("reason", "note", "error", "problems", "advice")
@@ -102,11 +104,21 @@ def without_private(value: Any, field: str = "") -> Any:
         return None
     if not isinstance(value, str):
         return value
+    for folder in private_folders():  # whole, because their names may contain spaces
+        value = value.replace(folder, "<path>")
     text = PATHS.sub("<path>", value)
     if field in FREE_TEXT:
         for name, stand_in in private_names().items():
             text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", stand_in, text)
     return text
+
+
+def private_folders() -> list[str]:
+    """Return the folders of this user and this Python, the longest first."""
+    found = {str(Path.cwd()), sys.prefix, sys.base_prefix, tempfile.gettempdir()}
+    with suppress(RuntimeError):  # no home
+        found.add(str(Path.home()))
+    return sorted((folder for folder in found if len(folder) > 3), key=len, reverse=True)
 
 
 def private_names() -> dict[str, str]:

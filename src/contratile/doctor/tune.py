@@ -78,7 +78,9 @@ class Tuning:
     trials: list[Trial]
     kept: str
     noise: float
-    recorded: bool
+    timed: bool
+    """Not if kernels are interpreted, or if the default does not run: then nothing was recorded either."""
+
     wrong: list[str] = field(default_factory=list)
     """Candidates that computed something else than fp64."""
 
