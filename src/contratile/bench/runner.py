@@ -20,6 +20,7 @@ from contratile.bench.clock import Step
 from contratile.bench.config import BenchConfig, LocalConfig
 from contratile.bench.harness import Notify, Turns, describe, interleave, quiet
 from contratile.bench.rows import ROWS, Recording, provenance
+from contratile.engine import tuned
 from contratile.machine import environment
 
 OURS = "contratile"
@@ -220,7 +221,7 @@ def run(
         The rows with the environment they were measured in.
     """
     torch.set_num_threads(config.threads)
-    facts = environment(bench.packages) | {"device": config.clock().name}
+    facts = environment(bench.packages) | {"device": config.clock().name, "tuned": f"{len(tuned.entries())} entries"}
     every = bench.series(config)
     total = len(config.all_sizes) * sum(len(series.names) for series in every)
     rows: list[Any] = []
