@@ -7,7 +7,7 @@ from pathlib import Path
 
 from contratile.cli.pages import WRONG, Grid, show_page
 from contratile.doctor.checkup import Notify, all_devices
-from contratile.doctor.tune import DEFAULT, Trial, TuneOptions, Tuning, subjects, tune
+from contratile.doctor.tune import BUSY, DEFAULT, Trial, TuneOptions, Tuning, subjects, tune
 from contratile.engine import tuned
 
 UNTIMED = "checked but not timed, since Triton is interpreted or the default does not run"
@@ -60,6 +60,11 @@ def _remarks(wrong: list[str], found: list[Tuning]) -> list[str]:
     for tuning in found:
         if not tuning.timed and not tuning.wrong:
             remarks.append(f"{tuning.kind}, {tuning.dtype}, D = {tuning.d}: {UNTIMED}")
+        if tuning.noise > BUSY:
+            remarks.append(
+                f"{tuning.kind}, {tuning.dtype}, D = {tuning.d}: times of the default differ by {tuning.noise:.0%}, so "
+                "this machine is busy. Tune again when it is idle."
+            )
     return remarks
 
 
@@ -68,5 +73,5 @@ def _verdict(found: list[Tuning], path: Path) -> str:
     if not any(tuning.timed for tuning in found):
         return "nothing was timed, so nothing is kept"
     if not better:
-        return "the defaults are the fastest, or within the noise: nothing is changed"
+        return "no candidate is faster than the default by more than the noise: none is kept"
     return f"{len(better)} of {len(found)} kept in {path}; CONTRATILE_TUNED=0 ignores them"

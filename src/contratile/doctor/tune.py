@@ -11,6 +11,7 @@ the noise.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
@@ -28,8 +29,9 @@ from contratile.errors import bad_value
 from contratile.losses import functional
 
 LEAST_GAIN = 0.03
-"""A candidate replaces the default if it is faster by more than this, and by more than the default differs from
-itself."""
+"""A candidate replaces the default if it is faster by more than this, and by more than the noise."""
+BUSY = 0.1
+"""With more noise than this, that the default is as fast as the rest says nothing about an earlier choice."""
 DEFAULT, AGAIN = "default", "default, again"
 """The default is timed twice, to see the noise."""
 
@@ -78,6 +80,8 @@ class Tuning:
     trials: list[Trial]
     kept: str
     noise: float
+    """How much times of the default differ, at least `LEAST_GAIN`."""
+
     timed: bool
     """Not if kernels are interpreted, or if the default does not run: then nothing was recorded either."""
 
@@ -272,13 +276,18 @@ def _tune(subject: Subject, tell: Notify) -> Tuning:
         if not seen.ok:
             notes[name] = seen.note or f"wrong: {seen}"
             wrong += [] if seen.note else [f"{subject.kind}, {name}: {seen}"]
-    best = _timed(subject, steps, notify) if subject.timed and DEFAULT in steps else {}
-    noise = LEAST_GAIN
-    if best:
-        noise = max(noise, abs(best[AGAIN] / best[DEFAULT] - 1))
-        best[DEFAULT] = min(best[DEFAULT], best[AGAIN])
-    winner = _winner(subject, choices, best, noise, notify, wrong)
-    if best:
+    times = _timed(subject, steps, notify) if subject.timed and DEFAULT in steps else {}
+    noise = _noise(times) if times else LEAST_GAIN
+    winner = DEFAULT
+    for name in _faster(times, noise) if times else []:
+        notify(f"checking every loss with {name}")
+        checks = [subject.check(choices[name], loss) for loss in subject.losses]
+        wrong += [f"{subject.kind}, {name}: {check}" for check in checks if not check.ok]
+        if all(check.ok for check in checks):
+            winner = name
+            break
+    best = {name: min(found) for name, found in times.items()}
+    if times and (winner != DEFAULT or noise <= BUSY):
         tuned.record(
             subject.kind,
             device=subject.name,
@@ -297,8 +306,8 @@ def _tune(subject: Subject, tell: Notify) -> Tuning:
     return Tuning(*where, trials, winner, noise, bool(best), wrong)
 
 
-def _timed(subject: Subject, steps: dict[str, Step], notify: Notify) -> dict[str, float]:
-    """The best time of each candidate. They take turns, and each round starts with another one."""
+def _timed(subject: Subject, steps: dict[str, Step], notify: Notify) -> dict[str, list[float]]:
+    """The times of each candidate. They take turns, and each round starts with another one."""
     clock, times = clock_for(subject.device).seconds, dict[str, list[float]]()
     order = [*steps.items(), (AGAIN, steps[DEFAULT])]
     for number in range(subject.rounds):
@@ -306,24 +315,18 @@ def _timed(subject: Subject, steps: dict[str, Step], notify: Notify) -> dict[str
         for name, step in order[start:] + order[:start]:
             notify(f"{name}, round {number + 1} of {subject.rounds}")
             times.setdefault(name, []).extend(turn(step, clock))
-    return {name: min(found) for name, found in times.items()}
+    return times
 
 
-def _winner(
-    subject: Subject,
-    choices: dict[str, Choice | None],
-    best: dict[str, float],
-    noise: float,
-    notify: Notify,
-    wrong: list[str],
-) -> str:
-    """The fastest candidate that beats the default by more than the noise and is right in every loss."""
-    for name in sorted((name for name in choices if name in best), key=best.__getitem__):
-        if name == DEFAULT or best[name] > best[DEFAULT] * (1 - noise):
-            break
-        notify(f"checking every loss with {name}")
-        checks = [subject.check(choices[name], loss) for loss in subject.losses]
-        if all(check.ok for check in checks):
-            return name
-        wrong += [f"{subject.kind}, {name}: {check}" for check in checks if not check.ok]
-    return DEFAULT
+def _noise(times: dict[str, list[float]]) -> float:
+    """By how much times of the default differ: the best of its two entries, and the median from the best."""
+    default = times[DEFAULT] + times[AGAIN]
+    return max(LEAST_GAIN, abs(min(times[AGAIN]) / min(times[DEFAULT]) - 1), median(default) / min(default) - 1)
+
+
+def _faster(times: dict[str, list[float]], noise: float) -> list[str]:
+    """Candidates that beat the default by more than the noise, in the median too, from the fastest."""
+    default = times[DEFAULT] + times[AGAIN]
+    best, middle = min(default) * (1 - noise), median(default) * (1 - LEAST_GAIN)
+    found = [name for name, taken in times.items() if min(taken) < best and median(taken) < middle]
+    return sorted(found, key=lambda name: min(times[name]))
