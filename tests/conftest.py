@@ -3,6 +3,7 @@
 import functools
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ torch.set_num_threads(int(os.environ.get("CONTRATILE_TEST_THREADS", "1")))
 
 # huggingface_hub reads it when it is imported. The tests use models of installed packages only.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# Nothing that this machine was tuned for, also in processes that tests start.
+_CACHE = tempfile.TemporaryDirectory(prefix="contratile-tests-")
+os.environ["CONTRATILE_CACHE"] = _CACHE.name
 
 
 LONGEST = (

@@ -14,6 +14,7 @@ from torch import Tensor
 import contratile
 from contratile import machine
 from contratile.bench import harness, memory
+from contratile.bench.clock import CpuClock
 from contratile.bench.contestants import loss as cases
 from contratile.bench.loss import BENCH, LossBenchConfig, LossSeries
 from contratile.bench.plots import draw
@@ -166,11 +167,11 @@ def test_a_contestant_that_fails_is_out_with_its_reason() -> None:
 
 
 def test_what_does_not_fit_is_predicted_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "memory_bytes", lambda entry: machine.GiB)
+    monkeypatch.setattr(CpuClock, "available", lambda self: machine.GiB)
     monkeypatch.setattr(memory, "point", None)
     peak = LossSeries(LossBenchConfig(), cases.CLIP, ("dense",), 64).peak("dense", 32768)
     assert peak.status.startswith("out of memory (predicted 16.") and peak.mib is None
-    assert memory.no_room(cases.LOSS_CONTESTANTS["contratile"].predicted_bytes(32768, 64)) is None
+    assert memory.no_room(cases.LOSS_CONTESTANTS["contratile"].predicted_bytes(32768, 64), CpuClock()) is None
 
 
 def test_contestants_of_this_package_agree_with_the_reference() -> None:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contratile import machine
-from contratile.bench import launch, memory, ring
+from contratile.bench import launch, ring
+from contratile.bench.clock import CpuClock
 from contratile.bench.contestants.loss import LossProblem, quiet
 from contratile.bench.contestants.ring import RING_CONTESTANTS
 from contratile.bench.plots import draw
@@ -213,7 +214,7 @@ def test_ranks_that_say_nothing_or_cannot_start_are_ended() -> None:
 
 
 def test_what_does_not_fit_is_predicted_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "memory_bytes", lambda entry: 6 * machine.GiB)
+    monkeypatch.setattr(CpuClock, "available", lambda self: 6 * machine.GiB)
     config = RingBenchConfig(
         worlds=(4,), batches=(16384,), memory_batches=(), contestants=("open_clip", "open_clip_grad")
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from contratile.bench.clock import Step
 from contratile.bench.config import LocalConfig
 from contratile.bench.contestants.cache import (
     CACHE_CONTESTANTS,
@@ -20,7 +21,6 @@ from contratile.bench.contestants.cache import (
     TrainingStep,
 )
 from contratile.bench.contestants.cache_model import LAYERS, TOKENS
-from contratile.bench.harness import Step
 from contratile.bench.runner import Benchmark, LocalSeries, Measured
 from contratile.errors import check_count
 

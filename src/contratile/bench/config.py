@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from contratile.bench.clock import Clock, CpuClock
 from contratile.errors import bad_value, check_count
 
 
@@ -44,6 +45,10 @@ class BenchConfig:
     def all_sizes(self) -> list[int]:
         """Batch sizes at which anything is measured, ascending."""
         raise NotImplementedError
+
+    def clock(self) -> Clock:
+        """Return the clock of the device that is measured."""
+        return CpuClock()
 
 
 @dataclass(frozen=True, kw_only=True)

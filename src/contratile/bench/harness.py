@@ -11,7 +11,6 @@ of all turns of the limit at that size. The limit does the matrix products of a 
 import contextlib
 import gc
 import io
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,29 +18,41 @@ from statistics import median
 
 import torch
 
+from contratile.bench.clock import Step, wall_time
+
 PRODUCTS = 4
 """Matrix products of 2 N^2 D flops in a step that keeps no scores: one forward, three backward."""
 
 CALLS, TURN = 5, 0.1
 """A turn repeats short calls, up to this many and this many seconds: one short call measures scheduler noise."""
 
-Step = Callable[[], object]
-"""What is timed: forward and backward, without arguments."""
-Clock = Callable[[Step], float]
+Timer = Callable[[Step], float]
 Notify = Callable[[str], None]
 
 
 class GemmLimit:
-    """The matrix products of a step, N x M x D (M defaults to N), in blocks of up to 4096 x 4096 x D."""
+    """The matrix products of a step, N x M x D (M defaults to N), in blocks of up to 4096 x 4096 x D.
+
+    On a GPU they have the dtype of the features; CPUs compute 16-bit features in fp32.
+    """
 
     EDGE = 4096
 
-    def __init__(self, n: int, d: int, m: int | None = None, *, products: int = PRODUCTS) -> None:
+    def __init__(
+        self,
+        n: int,
+        d: int,
+        m: int | None = None,
+        *,
+        products: int = PRODUCTS,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.products = products
         self.rows, self.cols = ([min(self.EDGE, x - at) for at in range(0, x, self.EDGE)] for x in (n, m or n))
-        self.a = torch.randn(self.rows[0], d)
-        self.b = torch.randn(self.cols[0], d)
-        self.out = torch.empty(self.rows[0] * self.cols[0])
+        self.a = torch.randn(self.rows[0], d, device=device).to(dtype)
+        self.b = torch.randn(self.cols[0], d, device=device).to(dtype)
+        self.out = torch.empty(self.rows[0] * self.cols[0], device=device, dtype=dtype)
 
     def __call__(self) -> None:
         for _ in range(self.products):
@@ -72,14 +83,7 @@ class Turns:
         return min(self.limits)
 
 
-def wall_time(step: Step) -> float:
-    """Return the seconds that one call takes in this process."""
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
-
-
-def turn(step: Step, clock: Clock = wall_time) -> list[float]:
+def turn(step: Step, clock: Timer = wall_time) -> list[float]:
     """Collect garbage, then time one call, or a few calls if they are short."""
     gc.collect()
     times: list[float] = []
@@ -90,23 +94,29 @@ def turn(step: Step, clock: Clock = wall_time) -> list[float]:
 
 def interleave(
     steps: Mapping[str, Step],
-    limit: Step,
+    limit: Step | Mapping[str, Step],
     *,
     rounds: int,
-    clock: Clock = wall_time,
+    clock: Timer = wall_time,
     notify: Notify = lambda text: None,
 ) -> dict[str, Turns]:
-    """Time contestants in rounds of one turn each. A contestant that raises drops out and its failure is recorded."""
-    limits: list[float] = []  # shared, so that everybody is compared with the best limit of this size
-    found = {name: Turns(limits=limits) for name in steps}
-    limit()  # the first call pays for threads and page faults
+    """Time contestants in rounds of one turn each. A contestant that raises drops out and its failure is recorded.
+
+    The limit is one for all, or one for each contestant. Those with the same limit share its turns, so that everybody
+    is compared with the best of them.
+    """
+    limit_of = {name: limit[name] if isinstance(limit, Mapping) else limit for name in steps}
+    shared: dict[int, list[float]] = {id(one): [] for one in limit_of.values()}
+    found = {name: Turns(limits=shared[id(one)]) for name, one in limit_of.items()}
+    for one in {id(one): one for one in limit_of.values()}.values():
+        one()  # the first call pays for threads and page faults
     for number in range(1, rounds + 1):
         for name, step in steps.items():
             turns = found[name]
             if turns.failure:
                 continue
             notify(f"{name}, round {number} of {rounds}")
-            limits += turn(limit, clock)
+            turns.limits += turn(limit_of[name], clock)
             try:
                 turns.steps += turn(step, clock)
             except Exception as error:
@@ -119,7 +129,7 @@ def describe(error: BaseException) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, ImportError):
         return f"not installed ({text[:100]})"
-    if isinstance(error, MemoryError) or "allocate memory" in text:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in text:
         return "out of memory"
     return f"failed: {type(error).__name__}: {text[:150]}"
 

@@ -5,24 +5,27 @@
 `LossSeries` measures any case at one D; `family` uses it for the other losses.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from contratile.bench.clock import Clock, Step, clock_for
 from contratile.bench.config import LocalConfig, check_scale
 from contratile.bench.contestants import packages_of
-from contratile.bench.contestants.loss import CLIP, LOSS_CONTESTANTS, Case, LossProblem, LossStep
-from contratile.bench.harness import GemmLimit, Step, describe, quiet
+from contratile.bench.contestants.loss import CLIP, DTYPES, LOSS_CONTESTANTS, Case, LossProblem, LossStep
+from contratile.bench.harness import GemmLimit, describe, quiet
 from contratile.bench.runner import Benchmark, LocalSeries, Measured
+from contratile.errors import check_choice
 
 EXACT_UP_TO = 2048
 """Errors are measured at the size itself up to here, and at SAMPLE beyond, because the fp64 oracle is dense."""
 SAMPLE = 1024
+NEEDS_CUDA = "needs a CUDA device (--device cuda)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,12 @@ class LossBenchConfig(LocalConfig):
     scale: float = 14.3
     """Factor on the scores (the inverse temperature)."""
 
+    device: str = "cpu"
+    """Where the losses run: `cpu`, or a CUDA or ROCm device such as `cuda:0`."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Dtype of the features of all contestants, except those that are named after one."""
+
     threads: int = torch.get_num_threads()
     """Number of torch threads."""
 
@@ -53,6 +62,11 @@ class LossBenchConfig(LocalConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_scale(self.scale)
+        check_choice("dtype", self.dtype, DTYPES)
+        self.clock()  # refuses a device that is not here
+
+    def clock(self) -> Clock:
+        return clock_for(self.device)
 
 
 class Errors(NamedTuple):
@@ -73,6 +87,10 @@ class LossSeries(LocalSeries[Problems]):
         place = f"D={d}" if case is CLIP else f"{case.name}, D={d}"
         super().__init__(config, place, names, case.contestants)
         self.case, self.d, self.scale, self.threads = case, d, config.scale, config.threads
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        if self.clock.device.type != "cuda":
+            known = [case.contestants[name] for name in names if name in case.contestants]
+            self.failed |= {contestant.name: NEEDS_CUDA for contestant in known if contestant.needs_cuda}
         self.steps: dict[str, LossStep] = {}
         self.errors: dict[tuple[str, int], Errors] = {}
 
@@ -94,23 +112,31 @@ class LossSeries(LocalSeries[Problems]):
         return cache(lambda dtype: self.problem(n, dtype))
 
     def problem(self, n: int, dtype: torch.dtype) -> LossProblem:
-        return self.case.problem(n, self.d, scale=self.scale, dtype=dtype)
+        return self.case.problem(n, self.d, scale=self.scale, dtype=dtype, device=self.clock.device)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self.case.contestants[name].dtype or self.dtype
 
     def step(self, name: str, n: int, shared: Problems) -> Step:
         self.check(name, _checked_at(n))
-        step = shared(self.case.contestants[name].dtype).bind(self.steps[name])
+        step = shared(self.dtype_of(name)).bind(self.steps[name])
         step()
         return step
 
-    def limit(self, n: int, shared: Problems) -> Step:
-        return GemmLimit(self.case.views * n, self.d, products=self.case.products)
+    def limit(self, n: int, shared: Problems) -> Step | Mapping[str, Step]:
+        device = self.clock.device
+        make = partial(GemmLimit, self.case.views * n, self.d, products=self.case.products, device=device)
+        if device.type == "cpu":
+            return make()
+        by_dtype = cache(lambda dtype: make(dtype=dtype))
+        return {name: by_dtype(self.dtype_of(name)) for name in self.names if name in self.case.contestants}
 
     def check(self, name: str, n: int) -> None:
         """Measure the errors of a contestant against fp64, once per size."""
         if (name, n) in self.errors:
             return
         contestant = self.case.contestants[name]
-        problem = self.problem(n, contestant.dtype)
+        problem = self.problem(n, self.dtype_of(name))
         exact = problem.double()
         value = self.steps[name](*problem.args)
         truth = (contestant.oracle or self.case.oracle)(*exact.args)
@@ -121,14 +147,15 @@ class LossSeries(LocalSeries[Problems]):
 
     def memory_words(self, name: str, n: int) -> list[str]:
         what = f"loss --case {self.case.name} --contestant {name} --n {n} --d {self.d}"
-        return f"{what} --scale {self.scale} --threads {self.threads}".split()
+        how = f"--device {self.clock.device} --dtype {str(self.dtype).removeprefix('torch.')}"
+        return f"{what} --scale {self.scale} --threads {self.threads} {how}".split()
 
     def columns(self, name: str, n: int, measured: Measured) -> dict[str, Any]:
         known = self.case.contestants.get(name)
         errors = self.errors.get((name, _checked_at(n))) if n in self.sizes else None
         return {
             "d": self.d,
-            "dtype": str(known.dtype).removeprefix("torch.") if known else "",
+            "dtype": str(known.dtype or self.dtype).removeprefix("torch.") if known else "",
             "error_value": errors.value if errors else None,
             "error_grad": errors.grad if errors else None,
             "error_n": errors.n if errors else None,

@@ -4,7 +4,7 @@
 
 The process is `contratile.bench.memory_point`. Measured is the peak of resident memory during the step, minus what was
 resident before it (inputs included), minus the gradients it returns. Linux only: it needs the resettable high-water
-mark in /proc/self.
+mark in /proc/self. On a GPU it is the peak of PyTorch's allocator, on any system.
 """
 
 import json
@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from contratile.bench.harness import Step
-from contratile.host_memory import memory_bytes, peak_growth, status_bytes
+from contratile.bench.clock import Clock, CpuClock, Step
+from contratile.host_memory import memory_bytes, status_bytes
 from contratile.machine import GiB
 
 MiB = 1 << 20
@@ -48,27 +48,30 @@ def point(words: Sequence[str], *, timeout: float) -> Peak:
     return Peak(answer["status"], answer["peak_extra_mib"])
 
 
-def no_room(needed: float) -> str | None:
-    """Return the status of a step that needs more bytes than this machine has, or None if it fits."""
-    available = memory_bytes("MemAvailable")
+def no_room(needed: float, clock: Clock) -> str | None:
+    """Return the status of a step that needs more bytes than the device has, or None if it fits."""
+    available = clock.available()
     if available and needed > USABLE * available:
         return f"out of memory (predicted {needed / GiB:.1f} GiB)"
     return None
 
 
-def extra_peak(step: Step, leaves: Sequence[Tensor], *, processes: int = 1) -> Peak:
+def extra_peak(step: Step, leaves: Sequence[Tensor], *, processes: int = 1, clock: Clock | None = None) -> Peak:
     """Measure one step in this process.
 
     Args:
         step: Forward and backward.
         leaves: Tensors whose gradients the step returns; those are not counted.
         processes: How many such steps run at the same time and share the machine's memory.
+        clock: That of the device; by default the CPU's.
 
     Returns:
         The peak beyond inputs and gradients.
     """
-    _limit_address_space(processes)
-    growth = peak_growth(step)
+    clock = clock or CpuClock()
+    if clock.device.type == "cpu":
+        _limit_address_space(processes)
+    growth = clock.peak_growth(step)
     if growth is None:
         return Peak("memory: needs a writable /proc/self/clear_refs (Linux)")
     gradients = sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None)

@@ -13,10 +13,11 @@ from functools import partial
 
 import torch
 
+from contratile.bench.clock import clock_for
 from contratile.bench.contestants.cache import CACHE_CONTESTANTS, CacheProblem
 from contratile.bench.contestants.cache_model import LAYERS
 from contratile.bench.contestants.family import CASES
-from contratile.bench.contestants.loss import LossProblem, LossStep
+from contratile.bench.contestants.loss import DTYPES, LossProblem, LossStep
 from contratile.bench.harness import describe, quiet
 from contratile.bench.memory import Peak, extra_peak
 
@@ -33,11 +34,12 @@ def loss_peak(options: argparse.Namespace) -> Peak:
     """Measure a step of a loss."""
     case = CASES[options.case]
     contestant = case.contestants[options.contestant]
+    clock, dtype = clock_for(options.device), contestant.dtype or getattr(torch, options.dtype)
     step = contestant.load()
-    make = partial(case.problem, d=options.d, scale=options.scale, dtype=contestant.dtype)
+    make = partial(case.problem, d=options.d, scale=options.scale, dtype=dtype, device=clock.device)
     warm_up(step, make)
     problem = make(options.n)
-    return extra_peak(problem.bind(step), problem.leaves)
+    return extra_peak(problem.bind(step), problem.leaves, clock=clock)
 
 
 def cache_peak(options: argparse.Namespace) -> Peak:
@@ -57,6 +59,8 @@ def main() -> None:
     loss.add_argument("--case", choices=CASES, default="clip")
     loss.add_argument("--contestant", required=True)
     loss.add_argument("--scale", type=float, default=14.3)
+    loss.add_argument("--device", default="cpu")
+    loss.add_argument("--dtype", choices=DTYPES, default=DTYPES[0])
     cache.set_defaults(peak=cache_peak)
     cache.add_argument("--contestant", choices=CACHE_CONTESTANTS, required=True)
     cache.add_argument("--chunk", type=int, required=True)

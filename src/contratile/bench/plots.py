@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from contratile.bench.rows import CacheRow, FamilyRow, LossRow, Recording, RingRow, Row, threads_text
+from contratile.bench.rows import CacheRow, FamilyRow, LossRow, Recording, RingRow, Row, hardware_text, threads_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -362,7 +362,7 @@ def _figure(grid: list[list[Panel]], title: str, threads_used: str, facts: dict[
 def _finish(figure: "Figure", first: "Axes", title: str, threads_used: str, facts: dict[str, str], path: Path) -> None:
     """Add title and hardware, and write the file."""
     figure.suptitle(title, fontsize="large", fontweight="bold", x=0.01, ha="left")
-    hardware = f"{facts['cpu']}, {threads_used}, torch {facts['torch']}, commit {facts['commit']}"
+    hardware = f"{hardware_text(facts)}, {threads_used}, torch {facts['torch']}, commit {facts['commit']}"
     first.set_title(hardware, fontsize="small", color="#555555", loc="left")
     draft = path.with_name(f".{path.name}.part")
     figure.savefig(draft, dpi=150, format="png")

@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from contratile.bench.clock import Step, wall_time
 from contratile.bench.contestants.loss import LossProblem, LossStep
 from contratile.bench.contestants.ring import RING_CONTESTANTS
-from contratile.bench.harness import GemmLimit, Step, Turns, describe, interleave, quiet, turn, wall_time
+from contratile.bench.harness import GemmLimit, Turns, describe, interleave, quiet, turn
 from contratile.bench.memory import extra_peak
 from contratile.bench.memory_point import warm_up
 from contratile.bench.runner import OURS, Measured

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-PROVENANCE = ("commit", "threads", "torch", "cpu", "command")
+PROVENANCE = ("commit", "threads", "torch", "cpu", "device", "command")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,9 @@ class Row:
     threads: int
     torch: str
     cpu: str
+    device: str = "cpu"
+    """Where the step ran: `cpu`, or a GPU with its name."""
+
     command: str
 
 
@@ -127,7 +130,7 @@ R = TypeVar("R", bound=Row)
 
 def provenance(facts: dict[str, str], command: str) -> dict[str, Any]:
     """Return the columns that say where a row comes from."""
-    known = {name: facts[name] for name in ("commit", "torch", "cpu")}
+    known = {name: facts[name] for name in ("commit", "torch", "cpu", "device")}
     return {**known, "threads": int(facts["threads"]), "command": command}
 
 
@@ -140,6 +143,12 @@ class Recording(Generic[R]):
     command: str
     kind: str = "loss"
     """Which benchmark it was, a key of ROWS."""
+
+
+def hardware_text(facts: dict[str, str]) -> str:
+    """Return the device, if it is not the CPU, and the CPU."""
+    device = facts.get("device", "cpu")  # older recordings do not say
+    return facts["cpu"] if device == "cpu" else f"{device}, {facts['cpu']}"
 
 
 def threads_text(recording: Recording[Any]) -> str:

@@ -9,16 +9,18 @@ long or does not fit into memory gets a row that says so.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from contratile.bench import memory
+from contratile.bench.clock import Step
 from contratile.bench.config import BenchConfig, LocalConfig
-from contratile.bench.harness import Notify, Step, Turns, describe, interleave, quiet
+from contratile.bench.harness import Notify, Turns, describe, interleave, quiet
 from contratile.bench.rows import ROWS, Recording, provenance
+from contratile.engine import tuned
 from contratile.machine import environment
 
 OURS = "contratile"
@@ -69,6 +71,7 @@ class Series(ABC):
 
     def __init__(self, config: BenchConfig, place: str, names: Sequence[str], known: Collection[str]) -> None:
         self.place, self.names, self.patience = place, tuple(names), config.patience
+        self.clock = config.clock()
         unknown = f"unknown contestant (there are {', '.join(known)})"
         self.failed = {name: unknown for name in names if name not in known}
         self.pace: dict[str, float] = {}  # seconds / N ** growth
@@ -97,7 +100,7 @@ class Series(ABC):
         expected = self.pace.get(name, 0.0) * n**self.growth
         if expected > self.patience:
             return f"skipped (a step would take about {expected:.0f} s)"
-        return memory.no_room(self.predicted_bytes(name, n))
+        return memory.no_room(self.predicted_bytes(name, n), self.clock)
 
 
 class LocalSeries(Series, Generic[P]):
@@ -119,8 +122,8 @@ class LocalSeries(Series, Generic[P]):
         """Load a contestant, warm it up, and return the step to time."""
 
     @abstractmethod
-    def limit(self, n: int, shared: P) -> Step:
-        """Return the work that no contestant can avoid."""
+    def limit(self, n: int, shared: P) -> Step | Mapping[str, Step]:
+        """Return the work that no contestant can avoid, or that of each contestant."""
 
     @abstractmethod
     def memory_words(self, name: str, n: int) -> list[str]:
@@ -158,8 +161,9 @@ class LocalSeries(Series, Generic[P]):
             except Exception as error:
                 self.failed[name] = describe(error)
         where = f" at N={n}"
-        limit = self.limit(n, shared)
-        found = interleave(steps, limit, rounds=self.rounds, notify=lambda text: self.notify(text + where))
+        limit, clock = self.limit(n, shared), self.clock.seconds
+        notify: Notify = lambda text: self.notify(text + where)  # noqa: E731 - a keyword of the next line
+        found = interleave(steps, limit, rounds=self.rounds, clock=clock, notify=notify)
         measured: dict[str, Measured] = {}
         for name, turns in found.items():
             if turns.failure:
@@ -173,7 +177,7 @@ class LocalSeries(Series, Generic[P]):
 
     def peak(self, name: str, n: int) -> memory.Peak:
         """Measure the memory of a point, unless it is certain not to fit."""
-        refusal = memory.no_room(self.predicted_bytes(name, n))
+        refusal = memory.no_room(self.predicted_bytes(name, n), self.clock)
         if refusal:
             return memory.Peak(refusal)
         self.notify(f"{name}: peak memory at N={n}, in a process of its own")
@@ -217,7 +221,7 @@ def run(
         The rows with the environment they were measured in.
     """
     torch.set_num_threads(config.threads)
-    facts = environment(bench.packages)
+    facts = environment(bench.packages) | {"device": config.clock().name, "tuned": f"{len(tuned.entries())} entries"}
     every = bench.series(config)
     total = len(config.all_sizes) * sum(len(series.names) for series in every)
     rows: list[Any] = []

@@ -5,17 +5,13 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
 from contratile.cli.options import Parser
-from contratile.doctor.checkup import Findings, all_devices, examine
-
-Grid = tuple[str, Sequence[str], Sequence[Sequence[str]]]
-"""Title, headings, rows."""
-WRONG = "WRONG"
-WIDTH = 120
-"""Columns of the page if the output is not a terminal."""
+from contratile.cli.pages import WRONG, Grid, show_page
+from contratile.doctor.checkup import Findings, Notify, all_devices, examine
 
 
 def parser() -> argparse.ArgumentParser:
@@ -23,10 +19,34 @@ def parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="contratile doctor",
         description="Check this machine: list versions, devices and backends, compare every loss on every backend with "
-        "fp64, time one step, and end with a verdict. The exit code is 1 if something is wrong.",
+        "fp64, time one step, and end with a verdict. The exit code is 1 if something is wrong. With --tune, time "
+        "tiles and kernels instead and keep the fastest for later runs.",
     )
     parser.add_argument("--quick", action="store_true", help="check fewer dtypes and packages, at smaller sizes")
     parser.add_argument("--json", action="store_true", help="print everything as JSON, for bug reports")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="also compare times with the dense formula and other packages, and write everything to FILE.md (with the "
+        "same as JSON at its end) and FILE.json, without names of users, machines or folders: to attach to an issue",
+    )
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="time launch configurations of the kernels on the first GPU, or tiles of the torch backend on a CPU "
+        "(about a minute), and keep the fastest in the user's cache folder, where later runs find them",
+    )
+    parser.add_argument(
+        "--size", type=int, help="with --tune: number of pairs to time (default: 16384 on a GPU, 4096 on a CPU)"
+    )
+    parser.add_argument("--dims", type=int, nargs="+", help="with --tune: feature sizes (default: 128 512 768)")
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        choices=("bfloat16", "float16", "tf32", "float32", "float64"),
+        help="with --tune: dtypes of features (default: bfloat16 tf32 float32 on a GPU, float32 on a CPU)",
+    )
     parser.add_argument(
         "--device",
         type=_device,
@@ -39,14 +59,21 @@ def parser() -> argparse.ArgumentParser:
 def doctor(argv: Sequence[str]) -> int:
     """Check the machine, print the findings, and return 1 if something is wrong."""
     options = parser().parse_args(argv)
+    _check(options)
     show_progress = sys.stderr.isatty() and not options.json
-    found = examine(
-        options.device or all_devices()[:2],
-        quick=options.quick,
-        notify=_progress if show_progress else lambda text: None,
-    )
-    if show_progress:
-        _progress("")
+    notify = _progress if show_progress else lambda text: None
+    if options.tune:
+        from contratile.cli.tune import tune_and_show
+
+        code = tune_and_show(options, notify)
+        if code or options.report is None:
+            return code
+    devices = options.device or all_devices()[:2]
+    if options.report is None:
+        found = examine(devices, quick=options.quick, notify=notify)
+    else:
+        found = _reported(options.report, devices, options.quick, notify)
+    notify("")
     if options.json:
         print(json.dumps({**asdict(found), "verdict": verdict(found)}, indent=2))
     else:
@@ -54,25 +81,38 @@ def doctor(argv: Sequence[str]) -> int:
     return 1 if found.problems else 0
 
 
-def show(found: Findings) -> None:
-    """Print the findings, in colour if rich is installed."""
-    try:
-        from rich.console import Console
-    except ImportError:
-        print("\n".join(text(found)))
-        return
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+def _check(options: argparse.Namespace) -> None:
+    """Exit with an error message if options do not go together."""
+    alone = [f"--{name}" for name in ("size", "dims", "dtypes") if getattr(options, name) is not None]
+    if alone and not options.tune:
+        parser().error(f"{', '.join(alone)}: only with --tune")
+    if options.json and options.tune and options.report:
+        parser().error("--json: expected either --tune or --report, got both. The report is JSON already")
+    for name in ("size", "dims"):
+        values = getattr(options, name)
+        for value in [values] if isinstance(values, int) else values or []:
+            if not 1 <= value <= 1 << 24:
+                parser().error(f"--{name}: expected a whole number from 1 to {1 << 24}, got {value}")
 
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-    console.print("\n".join(facts(found)), markup=False)
-    for title, headings, rows in tables(found):
-        table = Table(*headings, title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for row in rows:
-            table.add_row(*row, style="bold red" if row[-1] == WRONG else None)
-        console.print(table)
-    console.print("\n".join(remarks(found)), markup=False)
-    console.print(f"verdict: {verdict(found)}", style="bold red" if found.problems else "bold green", markup=False)
+
+def _reported(stem: Path, devices: Sequence[torch.device], quick: bool, notify: Notify) -> Findings:
+    """Examine and compare, and write the report."""
+    from contratile.doctor import report
+    from contratile.doctor.compare import compare
+
+    paths = report.report_paths(stem)  # before the long work
+    found = examine(devices, quick=quick, notify=notify)
+    timed = [device for device in devices if device.type in ("cpu", "cuda")]
+    rows = [row for device in timed for row in compare(device, quick=quick, notify=notify)]
+    report.write(report.content(found, rows, verdict(found)), paths)
+    notify("")
+    print(f"written: {paths[0]}, {paths[1]}", file=sys.stderr)
+    return found
+
+
+def show(found: Findings) -> None:
+    """Print the findings."""
+    show_page(facts(found), tables(found), remarks(found), f"verdict: {verdict(found)}", bad=bool(found.problems))
 
 
 def verdict(found: Findings) -> str:
@@ -81,14 +121,6 @@ def verdict(found: Findings) -> str:
         return f"not healthy: {len(found.problems)} problem{'s' if len(found.problems) > 1 else ''}"
     checks = len(found.accuracy)
     return f"healthy: {checks} of {checks} checks passed"
-
-
-def text(found: Findings) -> list[str]:
-    """Return the page without colour."""
-    lines = facts(found)
-    for title, headings, rows in tables(found):
-        lines += ["", title, *_aligned(headings, rows)]
-    return [*lines, "", *remarks(found), f"verdict: {verdict(found)}"]
 
 
 def facts(found: Findings) -> list[str]:
@@ -126,12 +158,6 @@ def tables(found: Findings) -> list[Grid]:
         ("errors relative to fp64", accuracy, checks),
         ("one step of clip_loss, forward and backward", ("device", "backend", "dtype", "N", "D", "ms"), times),
     ]
-
-
-def _aligned(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    every = [headings, *rows]
-    widths = [max(map(len, column)) for column in zip(*every, strict=True)]
-    return ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in every]
 
 
 def _progress(text: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from contratile.bench.rows import CacheRow, FamilyRow, LossRow, Recording, RingRow, Row, threads_text
+from contratile.bench.rows import CacheRow, FamilyRow, LossRow, Recording, RingRow, Row, hardware_text, threads_text
 
 TIMES = (
     "seconds: best and median of the rounds; % limit: time of four plain matrix products over best; x ours: best over "
@@ -173,7 +173,7 @@ def _fill(table: Table, rows: Sequence[Row], cells: Any) -> None:
 
 def _hardware(recording: Recording[Any]) -> str:
     facts = recording.environment
-    return f"{facts['cpu']} · {threads_text(recording)} · torch {facts['torch']}"
+    return f"{hardware_text(facts)} · {threads_text(recording)} · torch {facts['torch']}"
 
 
 def _batch(n: int) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from math import ceil
 
 from contratile.cli.options import Parser
+from contratile.engine import tuned
 from contratile.engine.plan import MiB, plan_tiles
 
 MOST = 10_000_000
@@ -33,12 +34,15 @@ def tiles(argv: Sequence[str]) -> int:
     m = options.m or options.n
     if options.symmetric and m != options.n:
         parser().error(f"--symmetric: expected as many keys as queries, got --n {options.n} --m {m}")
+    shape = None if options.tile or options.symmetric else tuned.tiles(options.d, options.itemsize)
     plan = plan_tiles(
-        options.n, m, options.d, tile=options.tile, itemsize=options.itemsize, symmetric=options.symmetric
+        options.n, m, options.d, tile=options.tile, itemsize=options.itemsize, symmetric=options.symmetric, shape=shape
     )
     if ceil(plan.n / plan.rows) * ceil(plan.m / plan.cols) > MOST:
         parser().error(f"expected at most {MOST:,} tiles, got more. Lower --n, --m or --d, or raise --tile")
     print(plan)
+    if shape is not None:
+        print("tiles as tuned by `contratile doctor --tune`, for one process")
     print(f"all scores at once would take {plan.n * plan.m * plan.itemsize / MiB:.1f} MiB")
     return 0
 

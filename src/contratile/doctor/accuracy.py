@@ -7,6 +7,7 @@ Allowed is three times the error of the dense formula in the compute dtype (fp32
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -55,22 +56,42 @@ class Accuracy:
         return f"{self.device}: {self.loss}, {self.backend}, {self.dtype}: {what}"
 
 
-def check_accuracy(device: torch.device, backend: str, loss: str, dtype: torch.dtype) -> Accuracy:
-    """Compare a loss with fp64, allowing for the error that the dense formula has in the same dtype."""
-    inputs = features(97, 40, dtype, device)
+def check_accuracy(
+    device: torch.device,
+    backend: str,
+    loss: str,
+    dtype: torch.dtype,
+    *,
+    n: int = 97,
+    d: int = 40,
+    precision: str | None = None,
+) -> Accuracy:
+    """Compare a loss of N pairs with fp64, allowing for the error that the dense formula has in the same dtype."""
+    exact, allowed = _yardstick(device, loss, dtype, n, d)
+    if precision == "tf32":  # operands of 11 bits
+        allowed = allowed[0] + SCALE * 2.0**-11, allowed[1] + SCALE * 2.0**-10
+    key = str(device), backend, loss, dtype_name(dtype)
+    how = {"group": None, "backend": backend} | ({"precision": precision} if precision else {})
+    try:
+        errors = _errors(_value_and_grads(loss, functional, features(n, d, dtype, device), **how), exact)
+    except Exception as error:  # whatever a user would run into
+        return Accuracy(*key, float("nan"), allowed[0], float("nan"), allowed[1], ok=False, note=error_text(error))
+    ok = all(error <= limit for error, limit in zip(errors, allowed, strict=True))
+    return Accuracy(*key, errors[0], allowed[0], errors[1], allowed[1], ok)
+
+
+@lru_cache(maxsize=8)  # for checks of the same call in many ways
+def _yardstick(
+    device: torch.device, loss: str, dtype: torch.dtype, n: int, d: int
+) -> tuple[list[Tensor], tuple[float, float]]:
+    """Value and gradients in fp64, and the errors that are allowed."""
+    inputs = features(n, d, dtype, device)
     wide = compute_dtype(dtype)
     exact = _value_and_grads(loss, reference, [x.cpu().double() for x in inputs])
     naive = _errors(_value_and_grads(loss, reference, [x.to(wide) for x in inputs]), exact)
     noise = 8 * torch.finfo(wide).eps * (1 + SCALE)
     rounding = 0.0 if dtype == wide else 2 * torch.finfo(dtype).eps  # of a gradient, and of the factors it is made from
-    allowed = 3 * naive[0] + noise, 3 * naive[1] + noise + rounding
-    key = str(device), backend, loss, dtype_name(dtype)
-    try:
-        errors = _errors(_value_and_grads(loss, functional, inputs, group=None, backend=backend), exact)
-    except Exception as error:  # whatever a user would run into
-        return Accuracy(*key, float("nan"), allowed[0], float("nan"), allowed[1], ok=False, note=error_text(error))
-    ok = all(error <= limit for error, limit in zip(errors, allowed, strict=True))
-    return Accuracy(*key, errors[0], allowed[0], errors[1], allowed[1], ok)
+    return exact, (3 * naive[0] + noise, 3 * naive[1] + noise + rounding)
 
 
 def checked_dtypes(device: torch.device, backend: str, quick: bool) -> list[torch.dtype]:

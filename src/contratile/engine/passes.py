@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from contratile.engine import reserve
+from contratile.engine import reserve, tuned
 from contratile.engine.backends import registry, torch_tiles
 from contratile.engine.backends.block import Given, Gradients, Scores, SideGrad
 from contratile.engine.backends.precision import library_products, resolve
@@ -228,7 +228,10 @@ def _plan(ring: Ring, source: int, x: Inputs, spec: Spec) -> TilePlan:
     make = _known_plan if type(n) is type(m) is type(d) is int else plan_tiles
     # With `key=None` two ranks compute the same tiles, one of them transposed.
     flip = x.key is None and source < ring.team.rank
-    plan = make(*((m, n) if flip else (n, m)), d, tile=spec.tile, itemsize=itemsize, symmetric=symmetric)
+    # Tuned on one machine, so not for tiles that several ranks have to cut alike.
+    own = ring.team.size == 1 and x.key is not None and x.query.is_cpu and spec.tile is None
+    shape = tuned.tiles(d, itemsize) if own else None
+    plan = make(*((m, n) if flip else (n, m)), d, tile=spec.tile, itemsize=itemsize, symmetric=symmetric, shape=shape)
     return plan.transposed() if flip else plan
 
 

@@ -133,6 +133,7 @@ def plan_tiles(
     itemsize: int = 4,
     symmetric: bool = False,
     machine: Machine | None = None,
+    shape: tuple[int, int] | None = None,
 ) -> TilePlan:
     """Choose the tiles for N queries, M keys and D features.
 
@@ -148,6 +149,8 @@ def plan_tiles(
         itemsize: Bytes of the accumulation dtype.
         symmetric: Queries and keys are the same set.
         machine: Cores and caches to plan for. None: this machine.
+        shape: Height and width to start from instead of this rule, as measured by `contratile doctor --tune`. Unlike
+            `tile`, they still shrink to fit the workspace. Not for symmetric scores.
 
     Returns:
         The `TilePlan`; printing it shows the tiles and their workspace.
@@ -160,12 +163,15 @@ def plan_tiles(
     if tile is not None:
         rows, cols = max(1, min(tile, n)), max(1, min(tile, m))
     else:
-        machine = machine or this_machine()
-        share = machine.shared_cache // (4 if d >= 256 else 8)
-        area = max(share, machine.cores * 512 * KiB) // itemsize
-        height = isqrt(area if symmetric else max(area, machine.shared_cache // 2 // itemsize))
-        rows = max(16, min(n, height))
-        cols = rows if symmetric else max(16, min(m, area // rows))
+        if shape is None or symmetric:
+            machine = machine or this_machine()
+            share = machine.shared_cache // (4 if d >= 256 else 8)
+            area = max(share, machine.cores * 512 * KiB) // itemsize
+            height = isqrt(area if symmetric else max(area, machine.shared_cache // 2 // itemsize))
+            rows = max(16, min(n, height))
+            cols = rows if symmetric else max(16, min(m, area // rows))
+        else:
+            rows, cols = max(16, min(n, shape[0])), max(16, min(m, shape[1]))
         while (3 * rows * cols + (2 * rows + cols) * d) * itemsize > WORKSPACE_LIMIT and max(rows, cols) > 16:
             if symmetric or rows >= cols:
                 rows = max(16, rows * 7 // 8)

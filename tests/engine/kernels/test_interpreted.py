@@ -12,7 +12,7 @@ import pytest
 FOLDER = Path(__file__).parent / "interpreted"
 ROOT = Path(__file__).parents[3]
 FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
-STOCK = ["test_doctor.py"]
+STOCK = ["test_doctor.py", "test_tune.py"]
 """Files that need the stock interpreter. The others make it strict, which lasts as long as the process."""
 NOTHING_SELECTED = 5
 

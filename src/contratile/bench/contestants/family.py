@@ -38,20 +38,28 @@ SYMMETRIC = 2
 """Products of a symmetric score matrix: half the tiles of each of four products."""
 
 
-def labelled(n: int, d: int, *, scale: float, dtype: torch.dtype = torch.float32, seed: int = 0) -> LossProblem:
+def labelled(
+    n: int,
+    d: int,
+    *,
+    scale: float,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> LossProblem:
     """Make N unit features, those of a class slightly more alike than others, their labels, and a scale."""
     random = torch.Generator().manual_seed(n + d + seed)
     labels = torch.arange(n) % max(1, n // CLASS)
     centres = F.normalize(torch.randn(n, d, generator=random), dim=1)[labels]
     z = torch.randn(n, d, generator=random).mul_(2 / d**0.5).add_(centres)
-    z = F.normalize(z, dim=1, out=z).to(dtype).requires_grad_()
-    return LossProblem((z, labels, torch.tensor(scale, requires_grad=True)))
+    z = F.normalize(z, dim=1, out=z).to(device, dtype).requires_grad_()
+    return LossProblem((z, labels.to(device), torch.tensor(scale, device=device, requires_grad=True)))
 
 
-def biased(n: int, d: int, *, scale: float, dtype: torch.dtype = torch.float32, seed: int = 0) -> LossProblem:
-    """Make pairs, a scale and a bias."""
-    pairs = LossProblem.make(n, d, scale=scale, dtype=dtype, seed=seed)
-    return LossProblem((*pairs.args, torch.tensor(BIAS, requires_grad=True)))
+def biased(n: int, d: int, **how: Any) -> LossProblem:
+    """Make pairs, a scale and a bias; keywords are those of `LossProblem.make`."""
+    pairs = LossProblem.make(n, d, **how)
+    return LossProblem((*pairs.args, torch.tensor(BIAS, device=pairs.args[0].device, requires_grad=True)))
 
 
 def normalised(loss: LossFunction) -> LossFunction:
@@ -88,6 +96,12 @@ def _open_clip() -> LossStep:
     return backward(SigLipLoss())
 
 
+def _siglip_kernel() -> LossStep:
+    from siglip_kernel import fused_siglip_loss
+
+    return backward(lambda image, text, scale, bias: fused_siglip_loss(image, text, scale.log(), bias))
+
+
 def _sentence_transformers() -> LossStep:
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
@@ -106,6 +120,11 @@ def _info_nce_pytorch() -> LossStep:
     from info_nce import InfoNCE
 
     return _fixed(lambda scale: InfoNCE(temperature=1 / scale))
+
+
+def _pairs(query: Tensor) -> Tensor:
+    """Ids that each occur twice."""
+    return torch.arange(len(query), device=query.device) // 2
 
 
 def _ours(loss: LossFunction, *, about: str, views: int = 1, products: int = 4) -> list[LossContestant]:
@@ -129,11 +148,11 @@ def _ours(loss: LossFunction, *, about: str, views: int = 1, products: int = 4) 
     ]
 
 
-def _option(name: str, option: Callable[[int], dict[str, Any]], about: str) -> LossContestant:
-    """`info_nce` with an option that depends on the number of queries."""
+def _option(name: str, option: Callable[[Tensor], dict[str, Any]], about: str) -> LossContestant:
+    """`info_nce` with an option that depends on the queries."""
 
     def bound(loss: LossFunction) -> LossFunction:
-        return lambda query, key, scale, **how: loss(query, key, scale, **option(len(query)), **how)
+        return lambda query, key, scale, **how: loss(query, key, scale, **option(query), **how)
 
     def load() -> LossStep:
         return backward(partial(bound(info_nce), group=None))
@@ -196,6 +215,14 @@ FAMILY = (
             LossContestant(
                 name="open_clip", load=_open_clip, about="SigLipLoss()", matrices=9.2, package="open_clip_torch"
             ),
+            LossContestant(
+                name="siglip_kernel",
+                load=_siglip_kernel,
+                about="fused_siglip_loss(backend='auto')",
+                linear=8192,
+                package="siglip-kernel",
+                needs_cuda=True,
+            ),
         ],
         dense=11.0,
         problem=biased,
@@ -228,8 +255,8 @@ FAMILY = (
         reference.info_nce,
         [
             *_ours(info_nce, about="info_nce"),
-            _option("contratile_ids", lambda n: {"ids": torch.arange(n) // 2}, "info_nce with ids, two pairs of each"),
-            _option("contratile_margin", lambda n: {"margin": MARGIN}, f"info_nce with margin={MARGIN}"),
+            _option("contratile_ids", lambda query: {"ids": _pairs(query)}, "info_nce with ids, two pairs of each"),
+            _option("contratile_margin", lambda query: {"margin": MARGIN}, f"info_nce with margin={MARGIN}"),
             LossContestant(
                 name="info_nce_pytorch",
                 load=_info_nce_pytorch,

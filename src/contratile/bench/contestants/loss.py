@@ -23,6 +23,8 @@ from contratile.bench.harness import PRODUCTS
 from contratile.bench.harness import quiet as quiet
 
 MINI_BATCH = 1024
+DTYPES = ("float32", "bfloat16", "float16")
+"""Dtypes of features that a benchmark can be asked for."""
 LossFunction = Callable[..., Tensor]
 """Maps a problem's arguments to a differentiable value."""
 LossStep = Callable[..., Tensor]
@@ -40,7 +42,10 @@ class LossContestant(Contestant):
     linear: int = 0
     """How many floats per row are alive besides."""
 
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype | None = None
+    """The dtype of its features, if it is always the same."""
+
+    needs_cuda: bool = False
     oracle: LossFunction | None = None
     """What it computes in terms of `contratile.reference`, if that differs from the loss of its case."""
 
@@ -55,14 +60,23 @@ class LossProblem:
     args: tuple[Tensor, ...]
 
     @classmethod
-    def make(cls, n: int, d: int, *, scale: float, dtype: torch.dtype = torch.float32, seed: int = 0) -> "LossProblem":
+    def make(
+        cls,
+        n: int,
+        d: int,
+        *,
+        scale: float,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+    ) -> "LossProblem":
         """Make N pairs of unit features, the two of a pair slightly more alike than others, and a scale."""
         random = torch.Generator().manual_seed(n + d + seed)
         image = F.normalize(torch.randn(n, d, generator=random), dim=1)
         text = torch.randn(n, d, generator=random).mul_(2 / d**0.5).add_(image)
         text = F.normalize(text, dim=1, out=text)
-        image, text = image.to(dtype).requires_grad_(), text.to(dtype).requires_grad_()
-        return cls((image, text, torch.tensor(scale, requires_grad=True)))
+        image, text = (x.to(device, dtype).requires_grad_() for x in (image, text))
+        return cls((image, text, torch.tensor(scale, device=device, requires_grad=True)))
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -102,7 +116,7 @@ class Case:
     """The same loss from `contratile.reference`."""
 
     problem: Callable[..., LossProblem] = LossProblem.make
-    """Called with n, d and keywords scale, dtype."""
+    """Called with n, d and keywords scale, dtype, device."""
 
     views: int = 1
     """The score matrix has `views` * N rows and columns."""
@@ -125,7 +139,7 @@ def backward(loss: LossFunction) -> LossStep:
 def _dense() -> LossStep:
     def loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
         logits = scale * image @ text.T
-        labels = torch.arange(len(logits))
+        labels = torch.arange(len(logits), device=logits.device)
         return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
     return backward(loss)
@@ -178,6 +192,21 @@ def inf_cl_ring() -> LossStep:
     return backward(loss)
 
 
+def _inf_cl() -> LossStep:
+    """The paper's kernels on one rank. The scale stays outside: its own scaling needs a process group."""
+    from inf_cl import cal_flash_loss
+
+    def loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+        d = image.shape[1]
+        head = 256 if d % 256 == 0 else d
+        rows = cal_flash_loss(scale * image, text, head_dim=head)
+        cols = cal_flash_loss(scale * text, image, head_dim=head)
+        result: Tensor = (rows + cols).mean() / 2
+        return result
+
+    return backward(loss)
+
+
 def sentence_transformers_cached() -> LossStep:
     """The loss stage of the cached loss: mini-batches of rows, each with its own backward, gradients in place."""
     from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
@@ -216,9 +245,10 @@ def _cut_ce() -> LossStep:
     from cut_cross_entropy import linear_cross_entropy
 
     def loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
-        labels = torch.arange(len(image))
-        rows = linear_cross_entropy(scale * image, text, labels, impl="torch_compile")
-        cols = linear_cross_entropy(scale * text, image, labels, impl="torch_compile")
+        labels = torch.arange(len(image), device=image.device)
+        impl = "cce" if image.is_cuda else "torch_compile"
+        rows = linear_cross_entropy(scale * image, text, labels, impl=impl)
+        cols = linear_cross_entropy(scale * text, image, labels, impl=impl)
         result: Tensor = (rows + cols) / 2
         return result
 
@@ -271,6 +301,14 @@ _ALL = (
         package="inf-cl",
     ),
     LossContestant(
+        name="inf_cl",
+        load=_inf_cl,
+        about="cal_flash_loss per direction, kernels of the paper's package: 10 products",
+        linear=16,
+        package="inf-cl",
+        needs_cuda=True,
+    ),
+    LossContestant(
         name="sentence_transformers",
         load=sentence_transformers_cached,
         about=f"CachedMultipleNegativesRankingLoss, both directions, mini-batch {MINI_BATCH}, fixed scale: 6 products",
@@ -280,7 +318,7 @@ _ALL = (
     LossContestant(
         name="cut_ce",
         load=_cut_ce,
-        about="linear_cross_entropy per direction, impl=torch_compile (its kernels need CUDA): 6 products",
+        about="linear_cross_entropy per direction, its kernels on CUDA, else impl=torch_compile: 6 products",
         matrices=2.2,
         package="cut-cross-entropy",
     ),

@@ -23,12 +23,12 @@ class Config(NamedTuple):
     d: int
     warps: int
     stages: int
-    registers: int | None = None
-    """At most so many for a thread; None leaves it to the compiler."""
+    registers: int = 256
+    """At most so many for a thread; 256, more than there are, leaves it to the compiler."""
 
     def options(self) -> dict[str, Any]:
         """Triton's options for a launch."""
-        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        limit = {} if self.registers > 255 else {"maxnreg": self.registers}
         return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True, **limit}
 
 
@@ -179,7 +179,7 @@ def careful_config(arch: Arch, config: Config, kernel: Kernel) -> Config:
         config = config._replace(m=min(config.m, 64 if arch in (90, 100) else 32))
     elif config.m * config.n >= 128 * 128:
         config = config._replace(warps=16)
-    limit = min(255, REGISTERS // (32 * config.warps)) if isinstance(arch, int) else None
+    limit = min(255, REGISTERS // (32 * config.warps)) if isinstance(arch, int) else 256
     return config._replace(registers=limit)
 
 

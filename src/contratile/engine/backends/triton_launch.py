@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from triton.errors import TritonError
 
+from contratile.engine import tuned
 from contratile.engine.backends import triton_configs, triton_forward
 from contratile.engine.backends.block import Given, KernelError, Scores, SideGrad
 from contratile.engine.backends.triton_configs import Arch, Config, Kernel, candidates, careful_config, config_for, fold_of, kind_of
@@ -71,6 +72,12 @@ def arch_of(device: torch.device) -> Arch | None:
     return triton_configs.known_arch(torch.cuda.get_device_capability(device))
 
 
+@cache
+def device_name(device: torch.device) -> str:
+    """What tuned configurations are recorded under."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -106,13 +113,20 @@ class KernelCall:
             return self._config("forward")
         config = self._config("gradient")
         plain = self.spec.sums in ("", "differ") and not self.spec.cache_bytes
-        return config if plain else config._replace(registers=None)
+        return config if plain else config._replace(registers=256)
 
     def _config(self, kernel: Kernel) -> Config:
         scores, spec = self.scores, self.spec
         height = self._height(kernel)
         sizes = self.device.arch, scores.q.shape[1], self.kind, spec.tile
-        return config_for(*sizes, kernel=kernel, height=height, symmetric=scores.k is None)
+        return config_for(*sizes, kernel=kernel, height=height, symmetric=scores.k is None, chosen=self._tuned(kernel))
+
+    def _tuned(self, kernel: Kernel) -> Config | None:
+        """The fastest configuration on this device, if it was tuned and is still a candidate."""
+        q = self.scores.q
+        found = tuned.kernel(kernel, device=device_name(q.device), kind=self.kind, d=q.shape[1])
+        known = candidates(self.device.arch, self.kind, kernel) if found else ()
+        return next((config for config in known if config == found), None)
 
     def _height(self, kernel: Kernel) -> int:
         """How high a tile may be: the more is kept of it in registers, the lower."""
