@@ -220,8 +220,9 @@ def _with_class_sums(rows: SideParts, cols: SideParts, scores: Scores, spec: Spe
     """Add sums and counts to the parts of the sides that are asked for."""
     others = scores.rule.exclude_self
     assert not others or scores.k is None, "selves are left out of sums over one set"
+    own, other = _classes(scores, spec)
     which = {"rows": spec.rows, "cols": spec.sums_cols, "differ": spec.sums == "differ", "others": others}
-    found = class_sums(scores.q, scores.key, scores.alpha, *_classes(scores, spec), **which)
+    found = class_sums(scores.q, scores.key, scores.alpha, own, other, **which)
     if spec.rows:
         rows = rows._replace(sums=found.row, counts=found.row_count)
     if spec.sums_cols:

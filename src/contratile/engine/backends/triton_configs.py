@@ -166,21 +166,9 @@ def fold_of(arch: Arch, kind: str, config: Config) -> Fold:
     return Fold(down, 2, max(1, min(warps // down, n // 8)))
 
 
-REGISTERS = 65_536
-"""Of a multiprocessor; a thread may have 255."""
-
-
-def careful_config(arch: Arch, config: Config, kernel: Kernel) -> Config:
-    """The careful launch keeps more in registers: forward its tiles are low, in the gradient more warps share a tile.
-
-    wgmma and tcgen05 take 64 rows. Without a limit the assembler may spill where registers are left.
-    """
-    if kernel == "forward":
-        config = config._replace(m=min(config.m, 64 if arch in (90, 100) else 32))
-    elif config.m * config.n >= 128 * 128:
-        config = config._replace(warps=16)
-    limit = min(255, REGISTERS // (32 * config.warps)) if isinstance(arch, int) else 256
-    return config._replace(registers=limit)
+def careful_config(arch: Arch, config: Config) -> Config:
+    """Careful launches keep more in registers, so their tiles are low: wgmma and tcgen05 take 64 rows."""
+    return config._replace(m=min(config.m, 64 if arch in (90, 100) else 32), registers=255 if isinstance(arch, int) else 256)
 
 
 class ForwardCut(NamedTuple):

@@ -61,7 +61,7 @@ def side_weights(lse, grad, shift, weight, far, N, BLOCK: tl.constexpr):
     tl.store(far + tl.program_id(0), (~near).to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["first_row", "rows_end", "first_col", "cols_end", "cached_rows", "M"])
+@triton.jit(do_not_specialize=["first_row", "rows_end", "first_col", "cols_end", "cached_rows", "M", "depth", "first_sum"])
 def gradient_tiles(
     query,  # [N, D]
     key,  # [M, D]
@@ -91,8 +91,8 @@ def gradient_tiles(
     pos_weight,  # [N]
     cache,  # [cached_rows, M]
     grad,  # [rows, cols] of the chunk, in whole tiles
-    sums,  # [programs, 2]: of g * dots and of g, over negatives
-    special,  # [programs]: tiles that the fast launch leaves to the careful one
+    sums,  # [programs of both launches, 2]: of g * dots and of g, over negatives
+    special,  # [programs of the fast launch]: tiles that the fast launch leaves to the careful one
     M,
     D,
     cached_rows,
@@ -101,6 +101,8 @@ def gradient_tiles(
     first_col,
     cols_end,
     grad_row,
+    depth,  # row blocks of a group of the fast launch
+    first_sum,  # where the sums of the careful launch begin
     q_row,
     q_col,
     k_row,
@@ -116,15 +118,23 @@ def gradient_tiles(
     DOWN: tl.constexpr,
     PAIR: tl.constexpr,
     ACROSS: tl.constexpr,
+    TILE_M: tl.constexpr,  # rows of a tile of the fast launch, a multiple of BLOCK_M
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """g of one tile, from its scores computed again or kept by the forward pass."""
-    # The first axis of the grid is the fastest: programs walk down a group of row blocks before moving to the next columns, so
-    # that both stay in the L2 cache.
-    program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
-    down = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * BLOCK_M
+    if CAREFUL:  # `tile` is the fast program that covers this one
+        program = first_sum + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        down = tl.program_id(0) * BLOCK_M
+        high = down // TILE_M
+        tile = (high // depth * tl.num_programs(1) + tl.program_id(1)) * depth + high % depth
+    else:
+        # The first axis of the grid is the fastest: programs walk down a group of row blocks before moving to the next columns,
+        # so that both stay in the L2 cache.
+        program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+        down = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * BLOCK_M
+        tile = program
     across = tl.program_id(1) * BLOCK_N
     top = tl.multiple_of(first_row, BLOCK_M) + down
     left = tl.multiple_of(first_col, BLOCK_N) + across
@@ -139,7 +149,7 @@ def gradient_tiles(
     factor = tl.load(alpha)
     size = factor
     if CAREFUL:
-        if tl.load(special + program) == 0:
+        if tl.load(special + tile) == 0:
             return
     else:
         odd = is_special(
@@ -161,7 +171,7 @@ def gradient_tiles(
         )
         if row_far is not None:
             odd |= tl.load(row_far + top // BLOCK_M) | tl.load(col_far + left // BLOCK_N)
-        tl.store(special + program, odd)
+        tl.store(special + tile, odd)
         if odd != 0:
             return
     if cache is None:

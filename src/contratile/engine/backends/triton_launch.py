@@ -229,7 +229,7 @@ class KernelCall:
         """The arguments of the careful launches: log-sum-exps and other statistics apart, to keep registers free."""
         other = [f"{side}_{name}" for side in ("row", "col") for name in ("higher", "equal", "sums", "counts")]
         totals = [f"{side}_{name}" for side in ("row", "col") for name in ("level", "total")]
-        config = careful_config(self.device.arch, self.forward, "forward")
+        config = careful_config(self.device.arch, self.forward)
         arguments = arguments | {"CAREFUL": True, "RISING": True, "BLOCK_M": config.m} | self._fold(config)
         yield arguments | dict.fromkeys(other) | {"SUMS": ""}
         if any(arguments[name] is not None for name in other):
@@ -250,11 +250,12 @@ class KernelCall:
         if row is not None and col is not None and row.lse is not None and col.lse is not None:
             if not self.spec.filters:
                 arguments |= _shared(row.lse, col.lse, config)
-        return arguments | self._fold(config, across=True) | {"CAREFUL": False, "RISING": self.spec.filters}
+        arguments |= {"CAREFUL": False, "RISING": self.spec.filters, "TILE_M": config.m}
+        return arguments | self._fold(config, across=True)
 
     def careful_gradients(self, config: Config) -> dict[str, Any]:
         """What differs in the careful launch."""
-        return {"CAREFUL": True, "RISING": True} | self._fold(config, across=True)
+        return {"CAREFUL": True, "RISING": True, "BLOCK_M": config.m} | self._fold(config, across=True)
 
 
 def sorted_hashes(ids: Tensor, block: int) -> Tensor:

@@ -67,9 +67,7 @@ def tile_of_dots(
 @triton.jit
 def rising(dots, factor):
     """The products, negated if the factor is negative: a higher one is then a higher score. And the factor for them."""
-    if factor < 0:
-        dots = -dots
-    return dots, tl.abs(factor)
+    return dots * tl.where(factor < 0, -1.0, 1.0), tl.abs(factor)
 
 
 @triton.jit

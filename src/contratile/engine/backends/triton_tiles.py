@@ -114,7 +114,7 @@ def forward_launches(call: KernelCall, row: SideParts, col: SideParts) -> Iterat
     }
     yield from call.bounds(config, shared)
     fast, careful = call.fast(shared), list(call.careful(shared))
-    options, careful_options = config.options(), careful_config(call.device.arch, config, "forward").options()
+    options, careful_options = config.options(), careful_config(call.device.arch, config).options()
     for first in range(0, -(-m // config.n), blocks):
         count = min(blocks, -(-m // config.n) - first)
         chosen = [(fast, options), *((arguments, careful_options) for arguments in careful)]
@@ -219,7 +219,7 @@ class Chunks:
         scores, config = call.scores, call.gradient
         q, symmetric = scores.q, scores.k is None
         self.n, self.m, self.symmetric, self.config = len(q), len(scores.key), symmetric, config
-        self.careful = careful_config(call.device.arch, config, "gradient")
+        self.careful = careful_config(call.device.arch, config)
         self.careful_arguments = call.careful_gradients(self.careful)
         self.cut = cut_backward(
             *(self.n, self.m, config),
@@ -232,7 +232,8 @@ class Chunks:
         # In whole tiles: kernels write 16 bytes at a time, also at the end of a chunk.
         self.grad = q.new_empty(high * config.m, wide * config.n) if write else None
         programs = -(-high // GROUP) * GROUP * wide
-        self.parts = q.new_empty(programs, 2, dtype=torch.float32) if add_up else None
+        more = high * (config.m // self.careful.m) * wide
+        self.parts = q.new_empty(programs + more, 2, dtype=torch.float32) if add_up else None
         weight = _positive_weights(scores, spec=call.spec, given=given)
         self.arguments = call.gradients(config, given) | {
             "pos_weight": weight,
@@ -240,7 +241,7 @@ class Chunks:
             "grad_row": 0 if self.grad is None else self.grad.stride(0),
             "sums": self.parts,
             "special": q.new_empty(programs, dtype=torch.int32),
-            "M": self.m,
+            **{"M": self.m, "first_sum": programs},
         }
         for launch in self.preparations(call, given):
             launch.run()
@@ -279,10 +280,11 @@ class Chunks:
         high, wide = -(-(rows.stop - rows.start) // config.m), -(-(cols.stop - cols.start) // config.n)
         depth = min(GROUP, high)
         chunk = {"first_row": rows.start, "rows_end": rows.stop, "first_col": cols.start, "cols_end": cols.stop}
-        fast = self.arguments | chunk
-        for arguments, how in ((fast, config), (fast | self.careful_arguments, self.careful)):
-            grid = (depth, wide, -(-high // depth))
-            yield Launch(triton_gradient.gradient_tiles, grid, arguments, how.options())
+        fast = self.arguments | chunk | {"depth": depth}
+        low = high * (config.m // self.careful.m)
+        kernel = triton_gradient.gradient_tiles
+        yield Launch(kernel, (depth, wide, -(-high // depth)), fast, config.options())
+        yield Launch(kernel, (low, wide), fast | self.careful_arguments, self.careful.options())
 
     def compute(self, rows: slice, cols: slice) -> Tensor:
         """g of the chunk. For symmetric scores it covers both sides of a pair; diagonal chunks hold each twice."""
