@@ -57,6 +57,7 @@ bench: $(READY)
 	$(BIN)/contratile bench loss --out out/bench
 
 kernels: $(READY)
+	$(BIN)/python -m tests.engine.kernels.costs
 	$(BIN)/python -m tests.engine.kernels.resources
 
 docs: $(READY)

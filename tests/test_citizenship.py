@@ -55,7 +55,14 @@ IDS = torch.arange(N) % 5
         {"query_ids": IDS, "key_ids": IDS, "labels": LABELS, "cache_bytes": 400},
         {"one_set": True, "exclude_self": True, "cols": False},
         {"reduce": "softplus", "labels": torch.arange(N), "bias": torch.tensor(-3.0), "cols": False},
-        {"labels": torch.arange(N), "margin": 0.1, "ranks": True, "sums": "equal", "query_classes": IDS, "key_classes": IDS},
+        {
+            "labels": torch.arange(N),
+            "margin": 0.1,
+            "ranks": True,
+            "sums": "equal",
+            "query_classes": IDS,
+            "key_classes": IDS,
+        },
         {"labels": LABELS, "sums": "differ", "query_ids": IDS, "key_ids": LABELS},
     ],
     ids=[

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -27,6 +27,8 @@ from contratile.engine.stats import accumulation_dtype
 from contratile.engine.tuned import Choice
 from contratile.errors import bad_value
 from contratile.losses import functional
+
+KernelName = Literal["forward", "gradient"]
 
 LEAST_GAIN = 0.03
 """A candidate replaces the default if it is faster by more than this, and by more than the noise."""
@@ -169,12 +171,13 @@ class Kernel(Subject):
     """A launch configuration of a kernel, "forward" or "gradient"."""
 
     def __init__(
-        self, kernel: str, device: torch.device, n: int, d: int, dtype: torch.dtype, precision: str | None
+        self, kernel: KernelName, device: torch.device, n: int, d: int, dtype: torch.dtype, precision: str | None
     ) -> None:
         from contratile.engine.backends import triton_launch
         from contratile.engine.backends.triton_configs import kind_of
 
         self.kind, self.device, self.n, self.d = kernel, device, n, d
+        self.kernel = kernel
         self.torch_dtype, self.precision = dtype, precision
         self.arch = triton_launch.Device.of(device).arch
         self.dtype = kind_of(self.arch, dtype, precision or "ieee")
@@ -187,8 +190,8 @@ class Kernel(Subject):
         from contratile.engine.backends.triton_configs import candidates, config_for
 
         found: dict[Choice, Choice] = {}
-        for config in candidates(self.arch, self.dtype, self.kind):
-            found.setdefault(config_for(self.arch, self.d, self.dtype, kernel=self.kind, chosen=config), config)
+        for config in candidates(self.arch, self.dtype, self.kernel):
+            found.setdefault(config_for(self.arch, self.d, self.dtype, kernel=self.kernel, chosen=config), config)
         names = ["{} x {} x {}, {} warps, {} stages, {} registers".format(*shown) for shown in found]
         return dict(zip([DEFAULT, *names[1:]], found.values(), strict=True))
 
@@ -238,7 +241,7 @@ def subjects(device: torch.device, options: TuneOptions) -> list[Subject]:
     made: dict[tuple[str, str, int], Subject] = {}
     for name in names:
         for d in dims:
-            for kernel in ("forward", "gradient"):
+            for kernel in get_args(KernelName):
                 subject = Kernel(kernel, device, size, d, *DTYPES[name])
                 made.setdefault((kernel, subject.dtype, d), subject)  # bfloat16 and float16 are one kind
     return list(made.values())

@@ -62,7 +62,7 @@ class KernelCost:
 
     @property
     def config(self) -> Config:
-        """The launch table's form of this candidate."""
+        """The launch table's form of this candidate, without a limit of registers."""
         return Config(self.m, self.n, self.d, self.warps, self.stages)
 
     def blocks(self, gpu: Gpu) -> int:

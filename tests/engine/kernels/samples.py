@@ -1,4 +1,4 @@
-"""The launches of typical calls on any GPU, for compiling kernels ahead of time: host code runs on tensors without memory."""
+"""The launches of typical calls on any GPU, to compile ahead of time: host code runs on tensors without memory."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext

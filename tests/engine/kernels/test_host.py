@@ -20,6 +20,7 @@ from tests.engine.kernels.samples import CALLS, pretended, run_step
 N, D = 300, 64
 GPU = torch.device("meta")
 
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_nothing_waits_for_the_gpu(name: str, dtype: torch.dtype) -> None:

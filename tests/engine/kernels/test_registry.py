@@ -69,7 +69,7 @@ def test_every_gap_has_a_case_and_a_line_in_the_documentation() -> None:
 
 @pytest.mark.parametrize("name", ASKED)
 def test_what_kernels_do_not_cover(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The torch backend does it, with one warning unless it is for float64; whoever asks for kernels by name is told."""
+    """The torch backend does it, with one warning unless it is for float64. Asking for kernels by name raises."""
     available(monkeypatch)
     x, spec = ASKED[name]
     with warnings.catch_warnings(record=True) as caught:
@@ -89,7 +89,13 @@ def test_what_options_ask_for_is_covered(monkeypatch: pytest.MonkeyPatch) -> Non
     available(monkeypatch)
     some: Any = object()
     every = on_gpu(labels=some, query_ids=some, key_ids=some, query_classes=some, key_classes=some, bias=some)
-    asked = (Spec(margin=0.1), Spec(ranks=True, ties=True), Spec(cache_bytes=1), Spec(sums="equal"), Spec(sums="differ"))
+    asked = (
+        Spec(margin=0.1),
+        Spec(ranks=True, ties=True),
+        Spec(cache_bytes=1),
+        Spec(sums="equal"),
+        Spec(sums="differ"),
+    )
     sides = (Spec(rows=False), Spec(cols=False, tile=64))
     for spec in (Spec(), Spec(exclude_self=True), Spec(reduce="softplus"), *sides, *asked):
         assert isinstance(registry.choose(every, spec), registry.KernelsOrTorch)

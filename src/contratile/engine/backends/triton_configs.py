@@ -85,7 +85,8 @@ TABLE: dict[Arch, dict[str, Candidates]] = {
         "ieee": _both(_IEEE),
     },
 }
-"""fp32 features by the precision of their products; a missing entry means `ieee`. All candidates compile without spills, also
+"""fp32 features by the precision of their products; a missing entry means `ieee`. All candidates compile without
+spills, also
 for calls that keep more in registers (`config_for`)."""
 
 
@@ -119,11 +120,12 @@ def config_for(
     symmetric: bool = False,
     chosen: Config | None = None,
 ) -> Config:
-    """The table's default, or what was `chosen` instead; `tile` forces height and width, rounded down to a power of two.
+    """The table's default, or what was `chosen` instead; `tile` forces height and width, rounded down to a power of
+    two.
 
-    Calls that keep more in registers limit the height to 128 or 64; without tensor cores, and on sm_100, 64 also halves both.
-    Features that cannot be read 16 bytes at a time halve everything. Tiles of symmetric scores are square. Short features are
-    summed in at least two steps, so that loads and products overlap.
+    Calls that keep more in registers limit the height to 128 or 64; without tensor cores, and on sm_100, 64 also halves
+    both. Features that cannot be read 16 bytes at a time halve everything. Tiles of symmetric scores are square. Short
+    features are summed in at least two steps, so that loads and products overlap.
     """
     config = candidates(arch, kind, kernel)[0] if chosen is None else chosen
     uneven = d % 16 != 0
@@ -157,7 +159,8 @@ class Fold(NamedTuple):
 def fold_of(arch: Arch, kind: str, config: Config) -> Fold:
     """mma.sync (sm_80 to 89, 120) puts a quarter of the warps below each other, wgmma (sm_90) as many as there is room.
 
-    Others are not folded: on sm_100 and AMD a thread has one row, and products without tensor cores have another layout.
+    Others are not folded: on sm_100 and AMD a thread has one row, and products without tensor cores have another
+    layout.
     """
     m, n, warps = config.m, config.n, config.warps
     if kind == "ieee" or not isinstance(arch, int) or arch == 100:
@@ -167,8 +170,9 @@ def fold_of(arch: Arch, kind: str, config: Config) -> Fold:
 
 
 def careful_config(arch: Arch, config: Config) -> Config:
-    """Careful launches keep more in registers, so their tiles are low: wgmma and tcgen05 take 64 rows."""
-    return config._replace(m=min(config.m, 64 if arch in (90, 100) else 32), registers=255 if isinstance(arch, int) else 256)
+    """Careful launches keep more in registers, so their tiles are low. Only mma.sync takes fewer than 64 rows."""
+    rows = 32 if arch in (80, 86, 89, 120) else 64
+    return config._replace(m=min(config.m, rows), registers=255 if isinstance(arch, int) else 256)
 
 
 class ForwardCut(NamedTuple):
@@ -180,7 +184,8 @@ class ForwardCut(NamedTuple):
 
 
 def cut_forward(n: int, m: int, config: Config, *, processors: int, fields: int, workspace: int) -> ForwardCut:
-    """Column blocks per launch: each leaves partial statistics of all rows (`fields` fp32), as many as fit into the workspace.
+    """Column blocks per launch: each leaves partial statistics of all rows (`fields` fp32), as many as fit into the
+    workspace.
 
     If these are too few to occupy the GPU four times over, the rows are split among programs.
     """

@@ -1,20 +1,22 @@
 """The kernels of the forward pass: a tile of scores is computed and reduced inside one program, and never stored.
 
     label_bounds        lowest and highest label of each row block
-    positive_products   <q, k> of each row and its positive        one program: the tiles that hold a row block's positives
-    forward_tiles       statistics of rows and columns             one program: a column block, tile after tile
+    positive_products   <q, k> of each row and its positive, from the tiles that hold one
+    forward_tiles       statistics of rows and columns; one program takes a column block, tile after tile
     merge_parts         the programs' statistics into running ones
 
 Tiles sum over negatives; the N positives are added afterwards, exactly. `forward_tiles` is launched twice:
 
-    fast       Tiles inside the matrix without positives and excluded pairs. One exp2(s - shift), without masks, serves rows and
-               columns; the shift is the maximum of the program's first such tile. Sums between 2^-80 and 2^100 are right: what
-               underflowed is too small to matter. A program that finds another sum is marked, and its results do not count.
-    careful    All other tiles, and those of marked programs: masks, and an exponential for each side with its own maxima.
+    fast       Tiles inside the matrix without positives and excluded pairs. One exp2(s - shift), without masks, serves
+               rows and columns; the shift is the maximum of the program's first such tile. Sums between 2^-80 and 2^100
+               are right: what underflowed is too small to matter. A program that finds another sum is marked, and its
+               results do not count.
+    careful    All other tiles, and those of marked programs: masks, and an exponential for each side, shifted by its
+               own maxima.
 
-The host never learns which tiles were which. Column sums of the fast launch stay in registers and are added across threads once
-per program (`folded`). No two programs of a launch write to the same place, so results do not depend on the order of programs.
-Arguments that are None are absent at compile time.
+The host never learns which tiles were which. Column sums of the fast launch stay in registers and are added across
+threads once per program (`folded`). No two programs of a launch write to the same place, so results do not depend on
+the order of programs. Arguments that are None are absent at compile time.
 """
 
 # mypy: ignore-errors
@@ -43,8 +45,8 @@ MOST = tl.constexpr(2.0**100)
 def folded(x, DOWN: tl.constexpr, PAIR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Sum the rows of a tile that one thread holds: [BLOCK_M, BLOCK_N] becomes [DOWN, 8, BLOCK_N].
 
-    In a product of tensor cores a thread has rows 8 apart in pairs (PAIR = 2), and again every 16 * DOWN rows, where DOWN
-    warps lie below each other. With other layouts the sums are the same, and threads exchange more.
+    In a product of tensor cores a thread has rows 8 apart in pairs (PAIR = 2), and again every 16 * DOWN rows, where
+    DOWN warps lie below each other. With other layouts the sums are the same, and threads exchange more.
     """
     apart = tl.reshape(x, [BLOCK_M // (8 * PAIR * DOWN), DOWN, PAIR, 8, BLOCK_N])
     return tl.sum(tl.sum(apart, 2), 0)
@@ -184,8 +186,8 @@ def forward_tiles(
 ):
     """A block of columns against a split of the rows.
 
-    Row statistics are stored per column block. For symmetric scores tiles are square and end at the diagonal, and a tile
-    above it adds its row statistics to the mirrored columns.
+    Row statistics are stored per column block. For symmetric scores tiles are square and end at the diagonal, and a
+    tile above it adds its row statistics to the mirrored columns.
     """
     program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     left = (first + tl.program_id(0)) * BLOCK_N
@@ -386,8 +388,8 @@ def merge_parts(
 ):
     """Merge partial statistics into running ones, like `Stats.merge_`. Without levels they are plain sums.
 
-    TRIANGLE, if it is not 0, is the width of a column block of symmetric scores: part p comes from column block `first + p`
-    and exists only for rows above its diagonal tile.
+    TRIANGLE, if it is not 0, is the width of a column block of symmetric scores: part p comes from column block `first
+    + p` and exists only for rows above its diagonal tile.
     """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = at < count

@@ -10,8 +10,9 @@
 
     fast       Tiles without positives, excluded pairs and edges whose log-sum-exps are within 2^60 of a common shift:
                g = exp2(s - shift) * (row_weight + col_weight), one exponential for both sides.
-    careful    All other tiles, by the formulas above. Excluded pairs have g = 0. A positive's g is a number per row that the host
-               computed from the score which the forward pass read: late in training its terms almost cancel.
+    careful    All other tiles, by the formulas above. Excluded pairs have g = 0. A positive's g is a number per row
+               that the host computed from the score which the forward pass read: late in training its terms almost
+               cancel.
 """
 
 # mypy: ignore-errors
@@ -24,8 +25,8 @@ from contratile.engine.backends.triton_tile import (
     LOWEST,
     is_special,
     nearest_tf32,
-    rising,
     negatives_of,
+    rising,
     sigmoid,
     tile_of_dots,
     within,
@@ -43,7 +44,7 @@ def whole_sum(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The sum of a tile: first of what one thread holds (see `triton_forward.folded`; ACROSS warps lie side by side)."""
+    """The sum of a tile: first of what one thread holds (`triton_forward.folded`; ACROSS warps lie side by side)."""
     apart = tl.reshape(x, [BLOCK_M // (8 * PAIR * DOWN), DOWN, PAIR, 8, BLOCK_N // (8 * ACROSS), ACROSS, 8])
     own = tl.sum(tl.sum(tl.sum(apart, 4), 2), 0)
     return tl.sum(tl.sum(tl.sum(tl.sum(own, 3), 2), 1), 0)
@@ -61,7 +62,9 @@ def side_weights(lse, grad, shift, weight, far, N, BLOCK: tl.constexpr):
     tl.store(far + tl.program_id(0), (~near).to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["first_row", "rows_end", "first_col", "cols_end", "cached_rows", "M", "depth", "first_sum"])
+@triton.jit(
+    do_not_specialize=["first_row", "rows_end", "first_col", "cols_end", "cached_rows", "M", "depth", "first_sum"]
+)
 def gradient_tiles(
     query,  # [N, D]
     key,  # [M, D]
@@ -130,8 +133,8 @@ def gradient_tiles(
         high = down // TILE_M
         tile = (high // depth * tl.num_programs(1) + tl.program_id(1)) * depth + high % depth
     else:
-        # The first axis of the grid is the fastest: programs walk down a group of row blocks before moving to the next columns,
-        # so that both stay in the L2 cache.
+        # The first axis of the grid is the fastest: programs walk down a group of row blocks before moving to the next
+        # columns, so that both stay in the L2 cache.
         program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
         down = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * BLOCK_M
         tile = program
@@ -246,5 +249,7 @@ def gradient_tiles(
     if grad is not None:
         if PRECISION == "tf32":
             g = nearest_tf32(g)
-        place = (down + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None] * grad_row + (across + tl.arange(0, BLOCK_N))[None, :]
+        place = (down + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None] * grad_row + (across + tl.arange(0, BLOCK_N))[
+            None, :
+        ]
         tl.store(grad + place, g.to(grad.dtype.element_ty))

@@ -15,7 +15,16 @@ from triton.errors import TritonError
 from contratile.engine import tuned
 from contratile.engine.backends import triton_configs, triton_forward
 from contratile.engine.backends.block import Given, KernelError, Scores, SideGrad
-from contratile.engine.backends.triton_configs import Arch, Config, Kernel, candidates, careful_config, config_for, fold_of, kind_of
+from contratile.engine.backends.triton_configs import (
+    Arch,
+    Config,
+    Kernel,
+    candidates,
+    careful_config,
+    config_for,
+    fold_of,
+    kind_of,
+)
 from contratile.engine.spec import Spec
 from contratile.engine.stats import SideParts
 
@@ -136,7 +145,7 @@ class KernelCall:
         if kernel == "gradient":
             return 128 if spec.sums and kind == "16-bit" else 256
         unfolded = fold_of(arch, kind, candidates(arch, kind, kernel)[0]).pair == 1
-        many = spec.ranks and (self.scores.k is None or unfolded or kind == "tf32x3")
+        many = (spec.ranks and (self.scores.k is None or kind == "tf32x3")) or (unfolded and (spec.ranks or spec.sums))
         if many or spec.ties or spec.cache_bytes or (spec.sums and kind == "ieee"):
             return 64
         more = spec.ranks or spec.sums or spec.filters or self.scores.rule.query_ids is not None
@@ -223,7 +232,9 @@ class KernelCall:
             return arguments
         lowest = torch.full_like(self.alpha, -torch.inf)
         bars = {name: arguments[name] for name in ("row_bar", "col_bar") if arguments[name] is not None}
-        return arguments | {name: torch.where(self.alpha < 0, torch.nextafter(-x, lowest), x) for name, x in bars.items()}
+        return arguments | {
+            name: torch.where(self.alpha < 0, torch.nextafter(-x, lowest), x) for name, x in bars.items()
+        }
 
     def careful(self, arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The arguments of the careful launches: log-sum-exps and other statistics apart, to keep registers free."""

@@ -1,6 +1,7 @@
 """Adds the positives to statistics that kernels gathered over negatives: a few operations on vectors.
 
-Several rows may share a positive. Their terms are added by `index_put_`, which sorts on a GPU, and so always in the same order.
+Several rows may share a positive. Their terms are added by `index_put_`, which sorts on a GPU, and so always in the
+same order.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from contratile.engine.stats import SideParts, Stats, lowest
 def add_positives(row: SideParts, col: SideParts, scores: Scores, spec: Spec, level: Tensor) -> None:
     """Add each row's positive to its row, and to the column that it lies in.
 
-    `level` holds the positives' products. Columns of symmetric scores are rows: there a pair of rows that are each other's
-    positive is added once to each of them.
+    `level` holds the positives' products. Columns of symmetric scores are rows: there a pair of rows that are each
+    other's positive is added once to each of them.
     """
     labels = scores.rule.labels
     assert labels is not None

@@ -2,7 +2,8 @@
 
     s_ij = alpha <q_i, k_j> + bias        alpha = scale * log2(e), or the scale itself where softplus is summed
 
-Rows and columns beyond the end repeat the last one and are masked out of every result. Offsets into features are 64 bit.
+Rows and columns beyond the end repeat the last one and are masked out of every result. Offsets into features are 64
+bit.
 """
 
 # mypy: ignore-errors
@@ -103,7 +104,7 @@ def may_be_equal(left, right, LENGTH: tl.constexpr):
 
 @triton.jit
 def holds_positive(labels, label_low, label_high, block, at, start, width):
-    """Whether a label of a block lies in [start, start + width): 1 or 0. `label_low` and `label_high` bound its labels."""
+    """Whether a label of a block lies in [start, start + width): 1 or 0. `label_low`, `label_high` bound its labels."""
     found = tl.full([], 0, tl.int32)
     if (tl.load(label_low + block) < start + width) & (tl.load(label_high + block) >= start):
         label = tl.load(labels + at)
@@ -153,9 +154,7 @@ def within(row, col, rows_end, cols_end, SELF: tl.constexpr):
 
 
 @triton.jit
-def negatives_of(
-    x, nothing, there, row, col, at_row, at_col, labels, query_ids, key_ids, SYMMETRIC: tl.constexpr
-):
+def negatives_of(x, nothing, there, row, col, at_row, at_col, labels, query_ids, key_ids, SYMMETRIC: tl.constexpr):
     """x, or `nothing` at pairs that do not exist, that are positive, or that have equal ids."""
     x = tl.where(there, x, nothing)
     if labels is not None:

@@ -3,14 +3,15 @@
     forward     a tile of scores is reduced to its row and column statistics                         1 product
     backward    a chunk of g is written, then dq += g k and dk += g^T q are library products          3 products
 
-A launch is data before it runs, so tests compile ahead of time exactly what runs here. Nothing is read back from the device.
+A launch is data before it runs, so tests compile ahead of time exactly what runs here. Nothing is read back from the
+device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from contratile.engine.backends.block import Given, Gradients, Scores, SideGrad
 from contratile.engine.backends.precision import library_products
 from contratile.engine.backends.torch_reductions import Direction, LseWeights, SoftplusWeights
 from contratile.engine.backends.triton_configs import careful_config, cut_backward, cut_forward
-from contratile.engine.backends.triton_launch import INTERPRETED, Device, KernelCall, Launch, number, on_device
+from contratile.engine.backends.triton_launch import INTERPRETED, Device, KernelCall, Launch, on_device
 from contratile.engine.backends.triton_positives import add_positives
 from contratile.engine.plan import plan_tiles
 from contratile.engine.rule import PairRule
@@ -305,7 +306,9 @@ def _positive_weights(scores: Scores, *, spec: Spec, given: Given) -> Tensor | N
     own: dict[str, Any] = {"labels": rule.labels, "pos": pos, "pos_grad": given.pos_grad}
     if spec.reduce == "softplus":
         row = torch.zeros_like(pos) if given.row is None else given.row.grad
-        weights: LseWeights | SoftplusWeights = SoftplusWeights(row, None if given.col is None else given.col.grad, **own)
+        weights: LseWeights | SoftplusWeights = SoftplusWeights(
+            row, None if given.col is None else given.col.grad, **own
+        )
     else:
         sides = (None if x is None or x.lse is None else Direction(x.lse, x.grad) for x in (given.row, given.col))
         weights = LseWeights(*sides, **own, mirrored=scores.k is None, exclude_self=rule.exclude_self)
