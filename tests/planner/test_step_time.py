@@ -86,7 +86,7 @@ def test_rank_puts_the_fastest_first_and_leaves_out_what_does_not_fit() -> None:
     ranked = rank(gpu, [heavy, *costs, huge, slim])
     assert [time.cost for time in ranked] == [slim, *costs, heavy]
     assert [time.blocks for time in ranked] == [2, 1, 1]
-    assert predict(gpu, 32768, 512, costs=[heavy, slim, *FIRST_GENERATION[90]]).forward.cost == slim
+    assert predict(gpu, 32768, 512, costs=[slim, heavy, *FIRST_GENERATION[90]]).forward.cost == slim
 
 
 def test_l2_bytes_are_those_of_the_traffic_formula() -> None:

@@ -93,11 +93,12 @@ def kernel_time(
     work = _work(cost, d, itemsize, traffic.total / step.tiles)
     if cost.kernel == "forward":
         cut = cut_forward(n, n, cost.config, processors=gpu.processors, fields=2, workspace=workspace)
-        groups, per_program = pieces(step.blocks, cut.blocks), cut.span // cost.n
+        col_blocks = -(-n // cost.n)
+        groups, per_program = pieces(col_blocks, cut.blocks), cut.span // cost.m
         grids = [(count * cut.splits, times) for count, times in groups]
         waves = sum(-(-programs // (gpu.processors * blocks)) * times for programs, times in grids)
-        launches = 3 * sum(times for _, times in grids)
-        dram_bytes = itemsize * n * d * (1.0 + waves) + 16.0 * n * step.blocks
+        launches = 2 + 4 * sum(times for _, times in grids)  # positives, bounds; fast, careful and two merges of a chunk
+        dram_bytes = itemsize * n * d * (1.0 + waves) + 16.0 * n * col_blocks
     else:
         rows, cols = cut_backward(n, n, cost.config, itemsize=itemsize, symmetric=False, workspace=workspace)
         grids = [
@@ -105,7 +106,7 @@ def kernel_time(
             for down, times in pieces(n, rows)
             for across, more in pieces(n, cols)
         ]
-        per_program, launches = 1, sum(times for _, times in grids)
+        per_program, launches = 1, 3 + 2 * sum(times for _, times in grids)  # bounds, weights; fast and careful
         stored = 0.0 if stays_in_l2(gpu, rows * cols * itemsize) else float(itemsize * n * n)
         dram_bytes = stored + itemsize * n * d * (-(-n // rows) + -(-n // cols))
     clocks = sum(

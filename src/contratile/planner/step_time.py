@@ -113,7 +113,7 @@ def predict(
         dtype: Of the features.
         precision: How fp32 features are multiplied: "ieee" (default), "tf32" or "tf32x3".
         costs: Instructions and resources of the kernels: a generation, or candidates for both kernels of this kind. The
-            fastest candidates are used.
+            first candidate of each, the default, is used.
         workspace: Bytes of the chunk of G.
         assumptions: How much overlaps.
 
@@ -135,17 +135,16 @@ def predict(
     check_count("d", d, least=1)
     kind = gpu.kind(kind_of(gpu.arch, dtype, precision))
     pool = costs[gpu.arch] if isinstance(costs, dict) else tuple(costs)
-    best = {}
+    default = {}  # the first candidate
     for name in ("forward", "gradient"):
         mine = [cost for cost in pool if cost.kernel == name and cost.kind == kind and cost.blocks(gpu) > 0]
         if not mine:
             bad_value(
                 "costs", expected=f"a {name} kernel ({kind}) that fits on {gpu.name}", got="none", remedy="Add one."
             )
-        times = [kernel_time(gpu, cost, n, d, workspace=workspace, assumptions=assumptions) for cost in mine]
-        best[name] = min(times, key=lambda time: time.seconds)
-    forward, gradient = best["forward"], best["gradient"]
-    merged = 8.0 * n * -(-n // forward.cost.m) / (gpu.dram_bandwidth * assumptions.dram_share)
+        default[name] = kernel_time(gpu, mine[0], n, d, workspace=workspace, assumptions=assumptions)
+    forward, gradient = default["forward"], default["gradient"]
+    merged = 8.0 * n * -(-n // forward.cost.n) / (gpu.dram_bandwidth * assumptions.dram_share)
     return Prediction(
         gpu=gpu,
         n=n,

@@ -53,7 +53,8 @@ _SLIM = Config(128, 64, 64, 4, 3)
 _TWO = Config(128, 128, 64, 8, 3, registers=128)
 _FP32 = Config(128, 128, 32, 8, 3)
 _THRICE = Config(128, 64, 32, 8, 3)
-_IEEE = Config(64, 64, 32, 4, 2)
+_IEEE = Config(64, 64, 32, 4, 2, registers=255)
+_AMD = Config(64, 64, 32, 4, 2)
 _FULL = Candidates((_WIDE, _TALL, _FLAT, _SLIM), (_TWO, _WIDE._replace(n=256), _FLAT, _SLIM))
 
 TABLE: dict[Arch, dict[str, Candidates]] = {
@@ -67,10 +68,10 @@ TABLE: dict[Arch, dict[str, Candidates]] = {
         "ieee": _both(_IEEE),
     },
     100: {
-        "16-bit": Candidates((Config(128, 128, 32, 8, 4),), (Config(128, 64, 32, 8, 3), Config(128, 128, 32, 8, 4))),
+        "16-bit": Candidates((Config(128, 128, 32, 8, 4),), (Config(128, 128, 32, 8, 4), Config(128, 64, 32, 8, 3))),
         "tf32": _both(_THRICE),
         "tf32x3": _both(_THRICE),
-        "ieee": _both(Config(64, 64, 16, 4, 3)),
+        "ieee": _both(Config(64, 64, 16, 4, 3, registers=255)),
     },
     120: {
         "16-bit": _both(Config(128, 128, 32, 8, 3)),
@@ -78,11 +79,11 @@ TABLE: dict[Arch, dict[str, Candidates]] = {
         "tf32x3": _both(Config(64, 64, 16, 4, 3, registers=255)),
         "ieee": _both(Config(64, 64, 16, 4, 2, registers=255)),
     },
-    "gfx90a": {"16-bit": _both(_WIDE._replace(stages=2)), "ieee": _both(_IEEE)},
+    "gfx90a": {"16-bit": _both(_WIDE._replace(stages=2)), "ieee": _both(_AMD)},
     "gfx942": {
         "16-bit": _both(_WIDE._replace(stages=2)),
         "tf32": _both(_FP32._replace(stages=2)),
-        "ieee": _both(_IEEE),
+        "ieee": _both(_AMD),
     },
 }
 """fp32 features by the precision of their products; a missing entry means `ieee`. All candidates compile without
@@ -134,7 +135,9 @@ def config_for(
         config = config._replace(m=side, n=side)
     elif uneven:
         config = config._replace(m=min(128, config.m) // 2, n=config.n // 2, d=config.d // 2)
-    elif height <= 64 and (kind == "ieee" or (arch == 100 and kind == "16-bit")):
+    elif height <= 64 and kind == "ieee":
+        config = config._replace(m=config.m // 2, n=config.n // 2, d=config.d // 2)
+    elif height <= 64 and arch == 100 and kind == "16-bit":
         config = config._replace(m=config.m // 2, n=config.n // 2)
     config = config._replace(m=min(config.m, height))
     if symmetric:

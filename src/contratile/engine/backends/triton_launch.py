@@ -149,6 +149,8 @@ class KernelCall:
         if many or spec.ties or spec.cache_bytes or (spec.sums and kind == "ieee"):
             return 64
         more = spec.ranks or spec.sums or spec.filters or self.scores.rule.query_ids is not None
+        if arch == 100:  # products come from tensor memory, one row to a thread
+            return 64 if more or self.scores.k is None else 128
         return 128 if more else 256
 
     def features(self, config: Config) -> dict[str, Any]:
