@@ -68,7 +68,8 @@ def check_features(named: dict[str, Tensor], *, empty: bool) -> None:
             how = ".abs()" if x.is_complex() else ".dequantize()" if x.is_quantized else ".float()"
             remedy = f"Convert it, for example with {name}{how}."
             bad_type(name, expected="dtype float32, float16, bfloat16 or float64", got=x.dtype, remedy=remedy)
-        if (x.shape[0] == 0 and not empty) or x.shape[1] == 0:
+        rows, features = x.shape
+        if (rows == 0 and not empty) or features == 0:
             remedy = "Skip empty batches, or use drop_last=True in the loader."
             bad_value(name, expected="at least one row and one feature", got=list(x.shape), remedy=remedy)
     (first, x), *rest = named.items()
@@ -137,7 +138,7 @@ def check_transform(call: str, backend: str, tensors: Iterable[object]) -> None:
 
 def check_pairs(names: str, left: Tensor, right: Tensor) -> None:
     """Raise a ValueError unless both sides have the same number of rows."""
-    if len(left) != len(right):
+    if left.shape[0] != right.shape[0]:
         remedy = "Row i of one is the positive of row i of the other. For more keys than queries use info_nce."
         bad_value(names, expected="equally many rows", got=f"{len(left)} and {len(right)}", remedy=remedy)
 

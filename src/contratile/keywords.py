@@ -72,10 +72,12 @@ def names_of(function: Callable[..., object]) -> tuple[str, ...]:
 
 
 def _checked(function: Callable[P, R], names: tuple[str, ...]) -> Callable[P, R]:
+    known = frozenset(names)
+
     @wraps(function)
     def call(*args: P.args, **keywords: P.kwargs) -> R:
         for name in keywords:
-            if name not in names:
+            if name not in known:
                 unknown_keyword(function.__qualname__, name, keywords[name], names)
         return function(*args, **keywords)
 

@@ -60,7 +60,8 @@ def test_exclusions_are_not_all_or_nothing(name: str) -> None:
     assert (rule.query_ids == rule.key_ids[rule.labels]).any()
 
 
-def check_place(place: Places, piece: Tile) -> None:
+def check_place(place: object, piece: Tile) -> None:
+    assert isinstance(place, Places)
     height, width = piece.shape
     assert place.column.shape == (height, 1) and (place.inside is None or place.inside.shape == (height,))
     assert place.column.min() >= 0 and place.column.max() < width  # safe to gather with, inside or not
@@ -79,6 +80,35 @@ def test_positives(n: int, m: int, tile: int) -> None:
     expected = torch.zeros(n, m, dtype=torch.int).scatter_(1, labels.unsqueeze(1), 1)
     assert torch.equal(found, expected)
     assert torch.equal(labels, before)
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(("n", "m"), [(7, 7), (9, 17)])
+def test_pairs_are_positives_on_the_diagonal(n: int, m: int, tile: int) -> None:
+    labels = torch.arange(n)
+    paired, rule = PairRule(labels=labels, paired=True), PairRule(labels=labels)
+    scores, values = torch.randn(n, m), torch.randn(n)
+    read, written, expected = torch.zeros(n), scores.clone(), scores.clone()
+    for piece in plan_tiles(n, m, 1, tile=tile).tiles():
+        for at in paired.places(scores[piece.rows, piece.cols], piece):
+            read[at.rows] = at.get()
+        for at in paired.places(written[piece.rows, piece.cols], piece):
+            at.put_(values[at.rows])
+        for place in rule.places(expected[piece.rows, piece.cols], piece):
+            place.put_(values[place.rows])
+    assert torch.equal(read, scores.diagonal())
+    assert torch.equal(written, expected)
+    of_key = torch.randn(m)
+    assert torch.equal(paired.of_positives(of_key), rule.of_positives(of_key))
+
+
+def test_a_mirrored_tile_of_pairs_has_its_diagonal_once_per_side() -> None:
+    rule = PairRule(labels=torch.arange(4), paired=True)
+    tile = Tile(slice(0, 4), slice(0, 4), 0, mirrored=True)
+    scores = torch.zeros(4, 4)
+    for at in rule.places(scores, tile):
+        at.put_(at.get() + 1)
+    assert torch.equal(scores, 2 * torch.eye(4))
 
 
 def test_ids_come_for_both_sides() -> None:

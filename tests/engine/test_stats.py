@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from contratile.engine.stats import Stats, lowest
+from contratile.engine.stats import SideParts, Stats, lowest
 from tests.helpers import randn
 
 CPU = torch.device("cpu")
@@ -142,3 +142,15 @@ def test_a_sum_of_one_term_is_the_term() -> None:
     assert (more.finish(logits)[0] > logits).all()
     nothing = empty(3, torch.float32).finish(torch.full((3,), -torch.inf))
     assert nothing[0].tolist() == [-torch.inf] * 3 and nothing[1].tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("with_term", [True, False])
+def test_a_level_of_0_for_all(with_term: bool) -> None:
+    total = torch.tensor([0.0, 1e-3, 1.0, 700.0])
+    term = torch.tensor([-torch.inf, -12.0, 0.0, 3.0]) if with_term else None
+    found, expected = (Stats(level, total).finish(term) for level in (torch.zeros(()), torch.zeros(4)))
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    parts = SideParts(torch.zeros(()), total).spread()
+    assert parts.level is not None and torch.equal(parts.level, torch.zeros(4))
+    assert parts.spread() is parts
+    assert SideParts().spread() == SideParts()

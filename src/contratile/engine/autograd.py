@@ -35,14 +35,11 @@ def pair_stats(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
         return dense.pair_stats(x, spec)
     if x.key is None and x.labels is not None and x.query_ids is not None:
         x = x._replace(key=x.query)  # ids spare a positive for its own query only: the scores are not symmetric
-    symmetric = x.key is None
-    differentiable = x.query, x.key, x.scale, x.bias, x.stand_in
-    wants_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
-    own = spec._replace(
-        rows=spec.rows or (symmetric and spec.cols),
-        cols=spec.cols and not symmetric,
-        cache_bytes=spec.cache_bytes if wants_grad else 0,
-    )
+    symmetric, own = x.key is None, spec
+    if symmetric and spec.cols:
+        own = own._replace(rows=True, cols=False)
+    if spec.cache_bytes and not _wants_grad(x):
+        own = own._replace(cache_bytes=0)
     if not torch.compiler.is_compiling():
         tensors = _Pairs.apply(ring, own, *x)  # type: ignore[no-untyped-call]  # torch has no types
     elif ring.team.size == 1:
@@ -55,10 +52,19 @@ def pair_stats(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     return stats
 
 
+def _wants_grad(x: Inputs) -> bool:
+    differentiable = x.query, x.key, x.scale, x.bias, x.stand_in
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
+
+
 @cache
 def _graph_break() -> Callable[..., tuple[Any, ...]]:
     """Collectives run eagerly under `torch.compile`, whose modules are imported only when needed."""
     return torch.compiler.disable(lambda *arguments: _Pairs.apply(*arguments))  # type: ignore[no-any-return, no-untyped-call]
+
+
+_untracked = torch._C._AutoDispatchBelowAutograd
+"""Inside, operators record nothing and skip autograd's part of their dispatch, which `torch.no_grad` goes through."""
 
 
 class _Pairs(torch.autograd.Function):
@@ -66,34 +72,34 @@ class _Pairs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ring: Ring, spec: Spec, *inputs: Any) -> tuple[Tensor | None, ...]:
-        x = Inputs(*inputs)
-        results = forward(ring, x, spec)
+        with _untracked():
+            results = forward(ring, Inputs(*inputs), spec)
+        tensors = results.tensors()
         ctx.ring, ctx.spec = ring, spec
-        ctx.save_for_backward(*x, *results.tensors())  # all of it is freed by backward
+        ctx.save_for_backward(*inputs, *tensors)  # all of it is freed by backward
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(t for t in results.constants() if t is not None))
-        return results._replace(cache=None).tensors()
+        ctx.mark_non_differentiable(*[t for t in results.constants() if t is not None])
+        return *tensors[:-1], None  # without the cache
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ring, spec = ctx.ring, ctx.spec
-        saved = iter(ctx.saved_tensors)
-        x = Inputs(*(next(saved) for _ in Inputs._fields))
-        results, given = PairStats.of(saved), PairStats.of(grads)
+        saved, inputs = ctx.saved_tensors, len(Inputs._fields)
+        x = Inputs(*saved[:inputs])
+        results, given = PairStats.of(saved[inputs:]), PairStats.of(grads)
         if ring.team.size > 1:  # what travels must be the same on every rank
             given = _with_zeros(given, results)
-        _, _, *needed = ctx.needs_input_grad
-        needs = Inputs(*needed)
+        needs = Inputs(*ctx.needs_input_grad[2:])
         wanted = Wanted(bool(needs.query or needs.stand_in), bool(needs.key), bool(needs.scale), bool(needs.bias))
-        with torch.no_grad():
+        with _untracked():
             out = backward(ring, x, spec, results, given, wanted)
         if torch.is_grad_enabled():  # create_graph=True: these gradients may be used, but not differentiated
             anchors = [t for t in (*x, *grads) if t is not None and t.requires_grad]
             out = InputGrads(*(None if t is None else _Final.apply(t, *anchors) for t in out))  # type: ignore[no-untyped-call]
-        by_name = out._asdict()
+        found: Any = Inputs(*out)  # type: ignore[arg-type]  # None where not wanted
         if x.stand_in is not None:
-            by_name["stand_in"] = by_name.pop("query")
-        return None, None, *(by_name.get(name) for name in Inputs._fields)
+            found = found._replace(query=None, stand_in=out.query)
+        return None, None, *found
 
 
 def _with_zeros(grads: PairStats, results: PairStats) -> PairStats:

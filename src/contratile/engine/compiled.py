@@ -49,12 +49,12 @@ def _unpacked(x: Inputs, spec: Spec, tensors: Sequence[Any]) -> PairStats:
     """The inverse of `_packed`, which also serves for gradients in the order of the results."""
     expected = shapes(x, spec)._replace(cache=spec.cache_bytes or None)  # type: ignore[arg-type]  # presence is all
     each = iter(tensors)
-    return PairStats.of((None if shape is None else next(each) for shape in expected.tensors()), spec.unit)
+    return PairStats.of([None if shape is None else next(each) for shape in expected.tensors()], spec.unit)
 
 
 def _forward(*arguments: Any) -> list[Tensor]:
     x, spec, ring, _ = _call(arguments)
-    if x.labels is not None:
+    if x.labels is not None and not spec.paired:
         check_labels(x.labels, ring.sizes[0])
     return _packed(forward(ring, x, spec))
 

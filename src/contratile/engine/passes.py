@@ -56,18 +56,18 @@ def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     alpha = _alpha(x.scale, spec, accumulation_dtype(x.query.dtype))
     pos = None if x.labels is None else alpha.new_zeros(x.query.shape[0])
     items = cached_items(ring, x, spec)
-    cache = reserve.take(sum(items), alpha) if spec.cache_bytes else alpha.new_empty(0)
+    cache = reserve.take(sum(items), alpha) if spec.cache_bytes else None
     caches = _pieces(cache, items)
     mine = KeyBlock(x.keys, x.key_ids, x.key_classes)
     level = x.query_level
     tiles = registry.choose(x, spec)
     if spec.compares and pos is not None:
         level = torch.zeros_like(pos)
-        home = _scores(ring, ring.team.rank, x, mine, spec, alpha, cache[:0], level)
+        home = _scores(ring, ring.team.rank, x, mine, spec, alpha, None, level)
         tiles.positives(home, spec, level)
         torch_tiles.score_(home, pos.copy_(level))
         if spec.cols:
-            mine = mine._replace(level=_by_key(level, x, otherwise=torch.inf))
+            mine = mine._replace(level=_by_key(level, x, spec, otherwise=torch.inf))
     trip: RingPass[KeyBlock, SideParts] = RingPass(ring, mine)
     rows: SideParts | None = None
     for block in trip:
@@ -76,6 +76,8 @@ def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
         reads = pos if block.home and not spec.compares else None
         with library_products(spec.precision, x.query):
             new_rows, cols = tiles.forward(scores, spec, reads)
+        if ring.team.size > 1:
+            new_rows, cols = new_rows.spread(), cols.spread()
         block.gathered = cols if spec.cols else None
         if rows is None:
             rows = new_rows
@@ -88,7 +90,7 @@ def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
         col=SideStats() if trip.home is None else trip.home.finish(col_term),
         pos=pos,
         level=level if spec.compares and pos is not None else None,
-        cache=cache if spec.cache_bytes else None,
+        cache=cache,
     )
 
 
@@ -109,18 +111,18 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
     dq = make(x.query.shape, dtype=dtype, device=x.query.device) if wanted.query else None
     dscale = alpha.new_zeros(()) if wanted.scale else None
     dbias = alpha.new_zeros(()) if wanted.bias else None
-    cache = alpha.new_empty(0) if results.cache is None else results.cache
-    caches = _pieces(cache, cached_items(ring, x, spec))
+    caches = _pieces(results.cache, cached_items(ring, x, spec))
     level = x.query_level if results.level is None else results.level
     tiles = registry.choose(x, spec)
     row = _side_grad(results.row, grads.row, spec, level)
     # A visitor's rows are this rank's columns if the scores are symmetric.
     col = row if symmetric else _side_grad(results.col, grads.col, spec, None)
     col_sums_grad = grads.row.sums if symmetric else grads.col.sums
-    mine = KeyBlock(x.keys, x.key_ids)
-    if col is not None:
-        col_level = _by_key(level, x, otherwise=torch.inf) if level is not None and spec.filters else None
-        mine = mine._replace(lse=col.lse, grad=col.grad, level=col_level)
+    if col is None:
+        mine = KeyBlock(x.keys, x.key_ids)
+    else:
+        col_level = _by_key(level, x, spec, otherwise=torch.inf) if level is not None and spec.filters else None
+        mine = KeyBlock(x.keys, x.key_ids, None, col_level, col.lse, col.grad)
     if grads.row.sums is not None or col_sums_grad is not None:
         mine = mine._replace(classes=x.key_classes, sums_grad=col_sums_grad)
     trip: RingPass[KeyBlock, KeyGrad] = RingPass(ring, mine)
@@ -135,7 +137,7 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
         given = Given(row, theirs, results.pos, pos_grad, grads.row.sums, visitor.sums_grad)
         dk = None
         if wanted.key and not symmetric:
-            dk = block.zeros(alpha.new_empty(0, x.query.shape[1]))
+            dk = block.zeros(x.query, alpha.dtype)
             block.gathered = KeyGrad(dk)
         # With `key=None` both ranks compute their shared tiles, so each takes half.
         dalpha = alpha.new_zeros(()) if dscale is not None and symmetric and not block.home else dscale
@@ -158,6 +160,8 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
 
 
 def _resolved(spec: Spec, x: Inputs) -> Spec:
+    if spec.precision is None and x.query.is_cpu and spec.backend != "triton":
+        return spec  # a CPU has no choice
     return spec._replace(precision=resolve(spec.precision, x.query, spec.backend))
 
 
@@ -178,7 +182,7 @@ def _scores(
     visitor: KeyBlock,
     spec: Spec,
     alpha: Tensor,
-    cache: Tensor,
+    cache: Tensor | None,
     level: Tensor | None,
 ) -> Scores:
     """The scores of this rank's queries with a visitor's keys."""
@@ -186,6 +190,7 @@ def _scores(
     # Positives and self-pairs occur only in a rank's own block; ids are compared with every visitor's.
     rule = PairRule(
         labels=x.labels if home else None,
+        paired=spec.paired,
         exclude_self=spec.exclude_self and home,
         query_ids=x.query_ids,
         key_ids=visitor.ids,
@@ -209,12 +214,14 @@ def _terms(pos: Tensor | None, x: Inputs, spec: Spec) -> tuple[Tensor | None, Te
         return None, None
     if spec.exclude_self and x.labels is not None:  # a row that is its own positive has no such term
         pos = pos.masked_fill(x.labels == torch.arange(len(pos), device=pos.device), -torch.inf)
-    return pos, _by_key(pos, x, otherwise=-torch.inf) if spec.cols else None
+    return pos, _by_key(pos, x, spec, otherwise=-torch.inf) if spec.cols else None
 
 
-def _by_key(of_query: Tensor, x: Inputs, *, otherwise: float) -> Tensor:
+def _by_key(of_query: Tensor, x: Inputs, spec: Spec, *, otherwise: float) -> Tensor:
     """For each key the highest value of a query whose positive it is."""
     assert x.labels is not None
+    if spec.paired and x.keys.shape[0] == of_query.shape[0]:
+        return of_query
     found = of_query.new_full((x.keys.shape[0],), otherwise)
     return found.scatter_reduce_(0, x.labels, of_query, "amax", include_self=False)
 
@@ -251,9 +258,9 @@ def cached_items(ring: Ring, x: Inputs, spec: Spec) -> list[int]:
     return items
 
 
-def _pieces(cache: Tensor, items: list[int]) -> Iterator[Tensor]:
+def _pieces(cache: Tensor | None, items: list[int]) -> Iterator[Tensor | None]:
     """The part of the cache of each visiting block."""
-    return iter(torch.split(cache, items)) if cache.shape[0] else repeat(cache)
+    return repeat(None) if cache is None else iter(torch.split(cache, items))
 
 
 def _alpha(scale: Tensor, spec: Spec, dtype: torch.dtype) -> Tensor:

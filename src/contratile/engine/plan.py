@@ -88,14 +88,16 @@ class TilePlan:
             yield rows, tiles
 
     def _spans(self) -> Iterator[tuple[slice, list[slice]]]:
+        if not self.symmetric:
+            spans = _slices(self.m, self.cols)
+            for rows in _slices(self.n, self.rows):
+                yield rows, spans
+            return
         for rows in _slices(self.n, self.rows):
-            if not self.symmetric:
-                yield rows, list(_slices(self.m, self.cols))
-                continue
             for part in _slices(rows.stop, self.diagonal or self.rows, rows.start):  # steps along the diagonal
                 yield part, [part, slice(part.stop, rows.stop)] if part.stop < rows.stop else [part]
             if rows.stop < self.m:
-                yield rows, list(_slices(self.m, self.cols, rows.stop))
+                yield rows, _slices(self.m, self.cols, rows.stop)
 
     def tiles(self) -> Iterator[Tile]:
         """All tiles in the order of computation."""
@@ -182,9 +184,8 @@ def plan_tiles(
     return TilePlan(n=n, m=m, d=d, rows=rows, cols=cols, itemsize=itemsize, symmetric=symmetric, diagonal=diagonal)
 
 
-def _slices(length: int, step: int, first: int = 0) -> Iterator[slice]:
-    for start in range(first, length, step):
-        yield slice(start, min(start + step, length))
+def _slices(length: int, step: int, first: int = 0) -> list[slice]:
+    return [slice(start, min(start + step, length)) for start in range(first, length, step)]
 
 
 def _even(length: int, step: int) -> int:

@@ -12,15 +12,18 @@ import torch
 from torch import Tensor
 
 from contratile.engine.plan import Tile
-from contratile.engine.stats import part
+from contratile.engine.stats import part, take
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, slots=True)
 class PairRule:
     """Positives and exclusions over a block of N queries and M keys."""
 
     labels: Tensor | None = None
     """[N] int64: key index of each query's positive."""
+
+    paired: bool = False
+    """Label i is i."""
 
     exclude_self: bool = False
     """Query i is not compared with key i (queries and keys are the same set)."""
@@ -51,12 +54,24 @@ class PairRule:
         if self.exclude_self and rows.start < cols.stop and cols.start < rows.stop:
             scores.diagonal(rows.start - cols.start).fill_(-torch.inf)
 
-    def places(self, x_RC: Tensor, tile: Tile) -> Iterator["Places"]:
+    def of_positives(self, of_key: Tensor) -> Tensor:
+        """For each query the value of its positive key."""
+        assert self.labels is not None
+        return part(of_key, slice(0, self.labels.shape[0])) if self.paired else take(of_key, self.labels)
+
+    def places(self, x_RC: Tensor, tile: Tile) -> Iterator["Places | Diagonal"]:
         """The positives of the tile's rows, and of its columns if the tile is mirrored."""
         if self.labels is None:
             return
-        views = [(x_RC, tile.rows, tile.cols), (x_RC.t(), tile.cols, tile.rows)]
-        for x, rows, cols in views if tile.mirrored else views[:1]:
+        views = [(x_RC, tile.rows, tile.cols)]
+        if tile.mirrored:
+            views.append((x_RC.t(), tile.cols, tile.rows))
+        for x, rows, cols in views:
+            if self.paired:
+                both = slice(max(rows.start, cols.start), min(rows.stop, cols.stop))
+                if both.start < both.stop:
+                    yield Diagonal(x.diagonal(rows.start - cols.start), both)
+                continue
             place = self._positives(rows, cols)
             if place is not None:
                 yield Places(x, rows, *place)
@@ -89,6 +104,21 @@ class PairRule:
             low, high = self.labels[rows].aminmax()
             self._known[at] = int(low), int(high)
         return self._known[at]
+
+
+class Diagonal(NamedTuple):
+    """The positives on the diagonal of a tile: a view of them, and the queries they belong to."""
+
+    values: Tensor
+    rows: slice
+
+    def get(self, otherwise: Tensor | None = None) -> Tensor:
+        """One value per query: a view of the tile."""
+        return self.values
+
+    def put_(self, values: Tensor) -> None:
+        """Write one value per query."""
+        self.values.copy_(values)
 
 
 class Places(NamedTuple):

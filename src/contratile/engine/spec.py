@@ -5,7 +5,8 @@ These three records travel unchanged from a loss to the backends. N queries, M k
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from math import inf
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -59,7 +60,7 @@ class Spec(NamedTuple):
     rows: bool = True
     cols: bool = True
     exclude_self: bool = False
-    margin: float = float("inf")
+    margin: float = inf
     """Per side: drop pairs whose product exceeds the positive's product minus `margin`."""
 
     ranks: bool = False
@@ -67,6 +68,9 @@ class Spec(NamedTuple):
 
     ties: bool = False
     """With `ranks`: also count the pairs that score exactly the same as the positive (itself included)."""
+
+    paired: bool = False
+    """The positive of query i is key i: the labels are 0, 1, 2, ..."""
 
     sums: Literal["", "all", "equal", "differ"] = ""
     """Also sum scores over all pairs, pairs of equal class, or pairs of different id."""
@@ -97,7 +101,7 @@ class Spec(NamedTuple):
 
     @property
     def filters(self) -> bool:
-        return self.margin < float("inf")
+        return self.margin < inf
 
     @property
     def compares(self) -> bool:
@@ -151,18 +155,20 @@ class PairStats(NamedTuple):
         return *self.row, *self.col, self.pos, self.level, self.cache
 
     @classmethod
-    def of(cls, tensors: Iterable[Any], unit: float = 1.0) -> PairStats:
+    def of(cls, tensors: Sequence[Any], unit: float = 1.0) -> PairStats:
         """The inverse of `tensors`."""
-        each = iter(tensors)
-        row, col = (SideStats(*(next(each) for _ in SideStats._fields)) for _ in range(2))
-        pos, level, cache = each
+        per_side = len(SideStats._fields)
+        row, col = SideStats(*tensors[:per_side]), SideStats(*tensors[per_side : 2 * per_side])
+        pos, level, cache = tensors[2 * per_side :]
         return cls(row, col, pos, level, cache, unit)
 
     def constants(self) -> tuple[Tensor | None, ...]:
         """The fields without gradient."""
-        sides = (self.row, self.col)
-        per_side = (x for side in sides for x in (side.slack, side.counts, side.higher, side.equal))
-        return *per_side, self.level, self.cache
+        return *_constants(self.row), *_constants(self.col), self.level, self.cache
+
+
+def _constants(side: SideStats) -> tuple[Tensor | None, ...]:
+    return side.slack, side.counts, side.higher, side.equal
 
 
 def shapes(x: Inputs, spec: Spec) -> PairStats:

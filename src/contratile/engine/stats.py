@@ -37,7 +37,7 @@ def take(x: Tensor, index: Tensor) -> Tensor:
 class Stats(NamedTuple):
     """The statistics of n rows or n columns."""
 
-    level: Tensor  # [n]
+    level: Tensor  # [n], or 0-d: 0 for all
     total: Tensor  # [n] sum of exp2(logit - level)
 
     @classmethod
@@ -61,7 +61,11 @@ class Stats(NamedTuple):
 
     def lse2(self) -> Tensor:
         """log2 of the sum of exp2; -inf where nothing was merged."""
-        return self.total.log2() + self.level
+        return self.total.log2().add_(self.level) if self.level.dim() else self.total.log2()
+
+    def _terms(self, logits: Tensor) -> Tensor:
+        """What logits add to the totals."""
+        return (logits - self.level).exp2_() if self.level.dim() else logits.exp2()
 
     def finish(self, term: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """lse2 and its slack, exp2(lse2) / true sum.
@@ -77,9 +81,9 @@ class Stats(NamedTuple):
         if term is None:
             alone = self.total == 0
         else:  # this includes totals of 0
-            alone = self.total <= (term - self.level).exp2_()
+            alone = self.total <= self._terms(term)
             lse2 = torch.where(alone, term, torch.maximum(lse2, term))
-        return lse2, (lse2 - self.level).exp2_().div_(self.total).masked_fill_(alone, 1)
+        return lse2, self._terms(lse2).div_(self.total).masked_fill_(alone, 1)
 
 
 class SideParts(NamedTuple):
@@ -93,6 +97,12 @@ class SideParts(NamedTuple):
     equal: Tensor | None = None
     sums: Tensor | None = None
     counts: Tensor | None = None
+
+    def spread(self) -> SideParts:
+        """The same with a level for each entry, as travelling and merging need it."""
+        if self.level is None or self.total is None or self.level.dim():
+            return self
+        return self._replace(level=torch.zeros_like(self.total))
 
     def merge_(self, other: SideParts) -> None:
         """Add what another block gave."""

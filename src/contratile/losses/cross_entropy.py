@@ -33,8 +33,8 @@ def cross_entropies(
     query: Tensor, key: Tensor, scale: Tensor | float, labels: Tensor, options: PairOptions, spec: Spec, rings: Rings
 ) -> Losses:
     """The losses of the queries against all keys, plus those of the keys against all queries if `spec.cols`."""
-    margin = float("inf") if options.margin is None else float(options.margin)
-    spec = spec._replace(margin=margin, ranks=options.return_stats)
+    if options.margin is not None:
+        spec = spec._replace(margin=float(options.margin))
     own, extra = _shared_cache(spec, rings)
     proxy = None
     if options.several_sources and spec.backend != "dense":
@@ -103,8 +103,13 @@ def lse_above(level: Tensor, side: SideStats, *, floor: bool = True) -> Tensor:
     """
     assert side.total is not None
     above = side.total - level
-    above = above if side.slack is None else above - side.slack.log2()
-    return lifted(above) if floor else above
+    if side.slack is None:
+        return lifted(above) if floor else above
+    value = above.detach()  # the same memory: what follows is constant and needs no gradient
+    value.sub_(side.slack.log2())
+    if floor:
+        value.clamp_min_(0)
+    return above
 
 
 def _extra_keys(x: Inputs, stats: PairStats, options: PairOptions, spec: Spec, ring: Ring) -> Tally:

@@ -197,7 +197,9 @@ def clip_loss(
     options = PairOptions(
         ids, extra_keys, extra_ids, hard_negatives, hard_mask, margin, label_smoothing, weights, return_stats
     )
-    spec = Spec(backend=backend, tile=tile, cache_bytes=cache_bytes, precision=precision)
+    spec = Spec(
+        paired=True, ranks=return_stats, backend=backend, tile=tile, cache_bytes=cache_bytes, precision=precision
+    )
 
     def check() -> None:
         check_pairs("image and text", image, text)
@@ -205,7 +207,7 @@ def clip_loss(
 
     call = Call("clip_loss", {"image": image, "text": text}, {"scale": scale}, spec, reduction, options)
     rings = call.start(group, check)
-    labels = torch.arange(len(image), device=image.device)
+    labels = torch.arange(image.shape[0], device=image.device)
     losses = cross_entropies(image, text, scale, labels, options, spec, rings)
     loss = call.reduce(losses.per_pair, losses.stats, rings.keys, share=0.5)
     return loss if losses.batch is None else (loss, losses.batch)
@@ -305,7 +307,16 @@ def info_nce(
     options = PairOptions(
         ids, extra_keys, extra_ids, hard_negatives, hard_mask, margin, label_smoothing, weights, return_stats
     )
-    spec = Spec(cols=False, backend=backend, tile=tile, cache_bytes=cache_bytes, precision=precision)
+    paired = labels is None
+    spec = Spec(
+        cols=False,
+        paired=paired,
+        ranks=return_stats,
+        backend=backend,
+        tile=tile,
+        cache_bytes=cache_bytes,
+        precision=precision,
+    )
 
     def check() -> None:
         if labels is not None:
@@ -572,6 +583,7 @@ def siglip_loss(
     """
     spec = Spec(
         reduce="softplus",
+        paired=True,
         cols=return_stats,
         ranks=return_stats,
         sums="all" if return_stats else "",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -40,8 +39,7 @@ class Rings(NamedTuple):
     extra: Ring | None = None
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A call of a loss, as the user made it."""
 
     name: str
@@ -68,18 +66,18 @@ class Call:
         key = others[0] if others and self.views == 1 else query
         extra = None if self.options is None else self.options.extra_keys
         mine = self.views * query.shape[0], self.views * key.shape[0], 0 if extra is None else extra.shape[0]
-        sizes = [mine]
+        total, keys, extras = mine[0], [mine[1]], [mine[2]]
         if team.size > 1:
             facts = team.handshake(self._facts(*mine))
-            sizes = [(fact.queries, fact.keys, fact.extra) for fact in facts]
-        queries, keys, extras = zip(*sizes, strict=True)
-        if team.size > 1 and not (sum(queries) and sum(keys)):
-            remedy = "An empty batch has no loss; skip it or use drop_last=True in the loader."
-            got = f"none on any of {team.size} ranks"
-            bad_value("global batch", expected="at least one row", got=got, remedy=remedy)
+            total = sum(fact.queries for fact in facts)
+            keys, extras = [fact.keys for fact in facts], [fact.extra for fact in facts]
+            if not (total and sum(keys)):
+                remedy = "An empty batch has no loss; skip it or use drop_last=True in the loader."
+                got = f"none on any of {team.size} ranks"
+                bad_value("global batch", expected="at least one row", got=got, remedy=remedy)
         return Rings(
-            keys=Ring.flat(team, keys, total=sum(queries)),
-            extra=None if extra is None else Ring.flat(team, extras, total=sum(queries)),
+            keys=Ring.flat(team, tuple(keys), total=total),
+            extra=None if extra is None else Ring.flat(team, tuple(extras), total=total),
         )
 
     def _check(self, team: Team, check: Callable[[], None]) -> None:
@@ -134,8 +132,7 @@ class Call:
         return stats.nats(per_row.sum(), share * ring.team.size, torch.where(total == 0, 1, total))
 
 
-@dataclass(frozen=True)
-class PairOptions:
+class PairOptions(NamedTuple):
     """What `clip_loss` and `info_nce` take beyond the features. Their docstrings explain each option."""
 
     ids: Ids | None = None

@@ -19,8 +19,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -56,8 +57,7 @@ C = TypeVar("C", bound=Record)
 G = TypeVar("G", bound=Gathered)
 
 
-@dataclass(frozen=True)
-class Ring:
+class Ring(NamedTuple):
     """Who takes part in a pass, how many keys each rank holds, how many queries there are in all, and the order."""
 
     team: Team
@@ -78,8 +78,6 @@ class Ring:
     def pass_on(self, record: R, step: int, *, tag: int, buffers: Buffers) -> Mail[R]:
         """Send the record of this step on its way and start to receive the one of the next step."""
         rank, last = self.team.rank, step == self.team.size - 1
-        if self.team.size == 1:
-            return Mail(self, [], _present(record), record, rank)
         size = self.sizes[rank if last else self.schedule.source(rank, step + 1)]
         leaving = tuple(x.contiguous() for x in _present(record))
         arriving = tuple(buffers.take(x, size) for x in leaving)
@@ -114,8 +112,13 @@ class Buffers:
     def take(self, like: Tensor, size: int) -> Tensor:
         """A tensor of `size` rows with arbitrary content."""
         shape = (size, *like.shape[1:])
-        free = self._free.get((shape, like.dtype))
-        return free.pop() if free else like.new_empty(shape)
+        free = self.reuse(shape, like.dtype)
+        return like.new_empty(shape) if free is None else free
+
+    def reuse(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """A free tensor, if there is one like that."""
+        free = self._free.get((shape, dtype))
+        return free.pop() if free else None
 
     def give(self, tensors: tuple[Tensor, ...]) -> None:
         for x in tensors:
@@ -161,9 +164,11 @@ class Block(Generic[C, G]):
     gathered: G | None = None
     """Set by the caller, if there is anything to gather."""
 
-    def zeros(self, like: Tensor) -> Tensor:
+    def zeros(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """A zeroed tensor with one row per key, in memory that an earlier block no longer needs."""
-        return self.buffers.take(like, self.size).zero_()
+        shape, dtype = (self.size, *like.shape[1:]), dtype or like.dtype
+        free = self.buffers.reuse(shape, dtype)
+        return like.new_zeros(shape, dtype=dtype) if free is None else free.zero_()
 
 
 class RingPass(Generic[C, G]):
@@ -176,6 +181,11 @@ class RingPass(Generic[C, G]):
     def __iter__(self) -> Iterator[Block[C, G]]:
         ring, here = self.ring, self.carried
         rank, world = ring.team.rank, ring.team.size
+        if world == 1:  # nothing is posted
+            own: Block[C, G] = Block(rank, True, here, ring.sizes[rank], Buffers())
+            yield own
+            self.home = own.gathered
+            return
         ahead: Mail[C] | None = None
         behind: Mail[Any] | None = None
         tag, buffers = 0, Buffers()

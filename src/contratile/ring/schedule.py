@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class Schedule(Protocol):
@@ -16,8 +15,7 @@ class Schedule(Protocol):
         """The rank that has this block in the next step; after the last step, its owner."""
 
 
-@dataclass(frozen=True)
-class FlatSchedule:
+class FlatSchedule(NamedTuple):
     """Every block moves on to the next rank."""
 
     world: int

@@ -38,7 +38,7 @@ class Scores(NamedTuple):
     col_level: Tensor | None
     """The positives' products of rows and columns, which tiles are compared with if the spec asks for it."""
 
-    cache: Tensor
+    cache: Tensor | None = None
     """Keeps the score tiles that fit into it from forward to backward."""
 
     query_classes: Tensor | None = None

@@ -8,7 +8,7 @@
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, get_args
 
 import torch
@@ -25,14 +25,20 @@ def resolve(asked: str | None, features: Tensor, backend: str) -> str:
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-@contextmanager
-def library_products(precision: str | None, features: Tensor) -> Iterator[None]:
+_UNCHANGED = nullcontext()
+
+
+def library_products(precision: str | None, features: Tensor) -> AbstractContextManager[None]:
     """Inside, PyTorch's own fp32 products use this precision."""
     if features.is_cpu or features.dtype != torch.float32:
-        yield
-        return
+        return _UNCHANGED
+    return _matmul_precision("high" if precision == "tf32" else "highest")
+
+
+@contextmanager
+def _matmul_precision(setting: str) -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    torch.set_float32_matmul_precision(setting)
     try:
         yield
     finally:

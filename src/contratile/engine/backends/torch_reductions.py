@@ -65,6 +65,7 @@ def sides_of(tile: Tile, row: _T | None, col: _T | None) -> list[tuple[int, _T, 
 # its row and column: far below the rounding error. All other tiles get an exp2 per direction, with the row or column
 # maximum (or log-sum-exp) as shift, which is exact for every finite input.
 
+_NO_LEVEL = torch.zeros(())
 _SPAN = {torch.float32: 60.0, torch.float64: 480.0}
 
 
@@ -116,6 +117,12 @@ class Sums:
             level = torch.full_like(total, shift).masked_fill_(total == 0, lowest(total.dtype))
             self.stats.merge_(level, total)
         return self.stats
+
+    def finish(self, shift: float | None) -> Stats:
+        """The statistics after the last tile."""
+        if self.stats is None and self.total is not None and shift == 0:
+            return Stats(_NO_LEVEL, self.total)
+        return self.flush(shift)
 
     def _nothing(self) -> Stats:
         return Stats.empty(self.n, dtype=self.like.dtype, device=self.like.device)
@@ -181,7 +188,7 @@ class LseReader:
         return self.score_(out)
 
     def parts(self) -> tuple[SideParts, SideParts]:
-        row, col = (SideParts() if x is None else SideParts(*x.flush(self.shift)) for x in (self.row, self.col))
+        row, col = (SideParts() if x is None else SideParts(*x.finish(self.shift)) for x in (self.row, self.col))
         return row, col
 
 
@@ -223,17 +230,17 @@ class LseWeights:
         row: Direction | None,
         col: Direction | None,
         *,
-        labels: Tensor | None,
+        rule: PairRule,
         pos: Tensor | None,
         pos_grad: Tensor | None,
         mirrored: bool,
-        exclude_self: bool = False,
         factor: Tensor | None = None,
     ) -> None:
-        """`labels` and `pos` are the rows' positives and their scores, `pos_grad` the gradient of these scores.
+        """`pos` are the scores of the rows' positives, `pos_grad` the gradient of these scores.
         `mirrored`: scores are symmetric, so rows are columns too. With limits, tiles are products, and `factor` times
         the products are the scores."""
         self.row, self.col, self.factor = row, col, factor
+        labels = rule.labels
         if labels is None or pos is None:
             return
         extra = torch.zeros_like(pos) if pos_grad is None else pos_grad
@@ -242,17 +249,18 @@ class LseWeights:
         if other is None:
             back = torch.zeros_like(pos)
         else:
-            back = take(other.grad, labels) * (pos - take(other.lse2, labels)).exp2_()
-        at = torch.arange(len(labels), device=labels.device) if mirrored or exclude_self else labels
+            back = rule.of_positives(other.grad) * (pos - rule.of_positives(other.lse2)).exp2_()
+        at = torch.arange(len(labels), device=labels.device) if mirrored or rule.exclude_self else labels
         if mirrored:  # two rows may be each other's positive
             back += torch.where(take(labels, labels) == at, take(extra, labels), 0)
             self._both = (own + extra) + back
         else:
             self._both = (own + back) + extra
-        if exclude_self:  # a row that is its own positive has no other gradient
+        if rule.exclude_self:  # a row that is its own positive has no other gradient
             alone = labels == at
             own, self._both = own.masked_fill(alone, 0), torch.where(alone, (1 + mirrored) * extra, self._both)
-        self._own = own + extra
+        if mirrored:
+            self._own = own + extra
 
     def positive(self, rows: slice, *, both: bool) -> Tensor:
         return part(self._both if both else self._own, rows)
@@ -264,10 +272,11 @@ class LseWeights:
             return
         unlimited = all(side.limit is None for _, side, _ in sides)
         if len(sides) == 2 and s_RC.is_cpu and unlimited:
-            lows, highs = zip(*(side.bounds(index) for _, side, index in sides), strict=True)
-            shift = _shared_shift(min(lows), max(highs), s_RC.dtype)
+            (_, down, rows_at), (_, across, cols_at) = sides
+            (low, high), (other_low, other_high) = down.bounds(rows_at), across.bounds(cols_at)
+            shift = _shared_shift(min(low, other_low), max(high, other_high), s_RC.dtype)
             if shift is not None:
-                rows, cols = (part(side.weights(shift), index) for _, side, index in sides)
+                rows, cols = part(down.weights(shift), rows_at), part(across.weights(shift), cols_at)
                 _exp2(s_RC, shift, g_RC).mul_(torch.add(rows.unsqueeze(1), cols, out=spare_RC))
                 return
         # The last side is written first, to scratch: writing g may overwrite s.
@@ -294,7 +303,7 @@ class SoftplusReader:
     def read(self, s_RC: Tensor, spare_RC: Tensor, tile: Tile) -> None:
         _softplus(s_RC, spare_RC)
         for at, score in zip(self.rule.places(spare_RC, tile), self.rule.places(s_RC, tile), strict=True):
-            value = score.get().neg_()
+            value = score.get().neg()
             at.put_(_softplus(value, value))
         for dim, total, index in sides_of(tile, self.row, self.col):
             total[index] += spare_RC.sum(dim)
@@ -314,12 +323,12 @@ class SoftplusWeights:
     """g = (row.grad + col.grad) * sigmoid(s); at positives -(row.grad + col.grad) * sigmoid(-s)."""
 
     def __init__(
-        self, row: Tensor, col: Tensor | None, *, labels: Tensor | None, pos: Tensor | None, pos_grad: Tensor | None
+        self, row: Tensor, col: Tensor | None, *, rule: PairRule, pos: Tensor | None, pos_grad: Tensor | None
     ) -> None:
-        """`row` and `col` are the gradients of the sums, `labels` and `pos` the rows' positives and their scores."""
+        """`row` and `col` are the gradients of the sums, `pos` the scores of the rows' positives."""
         self.row, self.col = row, col
-        if labels is not None and pos is not None:
-            self._own = (-pos).sigmoid_().mul_(row if col is None else row + take(col, labels)).neg_()
+        if rule.labels is not None and pos is not None:
+            self._own = (-pos).sigmoid_().mul_(row if col is None else row + rule.of_positives(col)).neg_()
             if pos_grad is not None:
                 self._own += pos_grad
 

@@ -85,8 +85,9 @@ def score_(scores: Scores, x_RC: Tensor, *, bias: bool = True) -> Tensor:
 
 def _cached(scores: Scores, tile: Tile) -> Tensor | None:
     """The place of a tile in the cache, if it has one."""
-    room = scores.cache.shape[0]
-    return as_tile(scores.cache[tile.offset : tile.end], tile, scores.plan) if tile.end <= room else None
+    if scores.cache is None or tile.end > scores.cache.shape[0]:
+        return None
+    return as_tile(scores.cache[tile.offset : tile.end], tile, scores.plan)
 
 
 def as_tile(memory: Tensor, tile: Tile, plan: TilePlan) -> Tensor:
@@ -152,10 +153,12 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
     keep_scores = dalpha is not None and dq is None
     bias = scores.bias if keep_scores else None  # scores are kept without the bias, which would round them
     ws = Workspace(plan, scores.q, scores.key, tiles=3 if keep_scores else 2)
+    # One row block whose gradient is written once needs no buffer. Several do: BLAS rounds by alignment in memory.
+    direct = dq if once and dq is not None and dq.dtype == alpha.dtype and plan.rows >= plan.n else None
     for block, tiles in plan.blocks() if plan.m else ():
         plain_RD = ws.query(scores.q, block, scores.query_factor)
         q_RD = plain_RD if scores.folded else ws.scaled_query(scores.q, block, alpha)
-        dq_RD = ws.query_grad(block)
+        dq_RD = ws.query_grad(block) if direct is None else direct
         for number, tile in enumerate(tiles):
             # A diagonal tile of symmetric scores is its own transpose: with the weights of both sides, one product
             # replaces two and counts every pair twice.
@@ -245,17 +248,19 @@ def _add_class_grads(dq: Tensor | None, dk: Tensor | None, scores: Scores, spec:
 
 def _weights(scores: Scores, spec: Spec, given: Given) -> Weights:
     alpha = scores.alpha
-    positives = {"labels": scores.rule.labels, "pos": given.pos, "pos_grad": given.pos_grad}
+    rule, pos, pos_grad = scores.rule, given.pos, given.pos_grad
     if spec.reduce == "softplus":
         sums = alpha.new_zeros(scores.plan.n) if given.row is None else given.row.grad
-        return SoftplusWeights(sums, None if given.col is None else given.col.grad, **positives)
+        col_sums = None if given.col is None else given.col.grad
+        return SoftplusWeights(sums, col_sums, rule=rule, pos=pos, pos_grad=pos_grad)
     factor = alpha.abs() if spec.filters else None
-    row, col = (None if side is None else _direction(side, scores, spec) for side in (given.row, given.col))
-    exclude_self = scores.rule.exclude_self
-    return LseWeights(row, col, **positives, mirrored=scores.k is None, exclude_self=exclude_self, factor=factor)
+    row, col = _direction(given.row, scores, spec), _direction(given.col, scores, spec)
+    return LseWeights(row, col, rule=rule, pos=pos, pos_grad=pos_grad, mirrored=scores.k is None, factor=factor)
 
 
-def _direction(side: SideGrad, scores: Scores, spec: Spec) -> Direction:
+def _direction(side: SideGrad | None, scores: Scores, spec: Spec) -> Direction | None:
+    if side is None:
+        return None
     lse = side.lse
     assert lse is not None
     # A row whose pairs are all excluded has -inf: use a finite floor instead.
@@ -269,19 +274,20 @@ class Workspace:
 
     def __init__(self, plan: TilePlan, q: Tensor, k: Tensor, *, tiles: int) -> None:
         dtype = accumulation_dtype(q.dtype)
-        self._tiles = [torch.empty(plan.rows * plan.cols, dtype=dtype, device=q.device) for _ in range(tiles)]
+        shape = (plan.cols, plan.rows) if plan.flipped else (plan.rows, plan.cols)
+        self._tiles = [torch.empty(shape, dtype=dtype, device=q.device) for _ in range(tiles)]
         self._query = torch.empty(plan.rows, plan.d, dtype=dtype, device=q.device)
         self._scaled_query: Tensor | None = None
         self._query_grad: Tensor | None = None
         self._plan = plan
-        self._views: dict[int, Tensor] = {}
+        self._views = [x.t() for x in self._tiles] if plan.flipped else self._tiles.copy()
         as_is = k.dtype == dtype and k.stride(1) == 1 and k.stride(0) >= k.shape[1]
         self._key = None if as_is else torch.empty(plan.cols, plan.d, dtype=dtype, device=k.device)
 
     def tile(self, index: int, tile: Tile) -> Tensor:
-        view = self._views.get(index)
-        if view is None or view.shape != tile.shape:  # most tiles have the same shape as the previous one
-            memory = part(self._tiles[index], slice(0, tile.end - tile.offset))
+        view = self._views[index]
+        if view.shape != tile.shape:  # most tiles have the same shape as the previous one
+            memory = self._tiles[index].view(-1)[: tile.end - tile.offset]
             view = self._views[index] = as_tile(memory, tile, self._plan)
         return view
 

@@ -191,10 +191,11 @@ class KernelCall:
 
     def _cache(self) -> dict[str, Any]:
         """Products of the first rows, as many as fit; those of symmetric scores are not kept."""
-        rows = 0 if self.scores.k is None else len(self.scores.cache) // len(self.scores.key)
+        kept = self.scores.cache
+        rows = 0 if self.scores.k is None or kept is None else len(kept) // len(self.scores.key)
         step = max(self.forward.m, self.gradient.m)
         rows = rows if rows >= len(self.scores.q) else rows // step * step
-        return {"cache": self.scores.cache if rows else None, "cached_rows": rows}
+        return {"cache": kept if rows else None, "cached_rows": rows}
 
     def bounds(self, config: Config, arguments: dict[str, Any]) -> Iterator[Launch]:
         """The launch that fills the bounds of the labels."""

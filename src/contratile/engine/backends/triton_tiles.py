@@ -303,7 +303,7 @@ def _positive_weights(scores: Scores, *, spec: Spec, given: Given) -> Tensor | N
     rule, pos = scores.rule, given.pos
     if rule.labels is None or pos is None:
         return None
-    own: dict[str, Any] = {"labels": rule.labels, "pos": pos, "pos_grad": given.pos_grad}
+    own: dict[str, Any] = {"rule": rule, "pos": pos, "pos_grad": given.pos_grad}
     if spec.reduce == "softplus":
         row = torch.zeros_like(pos) if given.row is None else given.row.grad
         weights: LseWeights | SoftplusWeights = SoftplusWeights(
@@ -311,7 +311,7 @@ def _positive_weights(scores: Scores, *, spec: Spec, given: Given) -> Tensor | N
         )
     else:
         sides = (None if x is None or x.lse is None else Direction(x.lse, x.grad) for x in (given.row, given.col))
-        weights = LseWeights(*sides, **own, mirrored=scores.k is None, exclude_self=rule.exclude_self)
+        weights = LseWeights(*sides, **own, mirrored=scores.k is None)
     return weights.positive(slice(0, len(pos)), both=True).contiguous()
 
 
