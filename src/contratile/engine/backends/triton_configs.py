@@ -71,7 +71,7 @@ TABLE: dict[Arch, dict[str, Candidates]] = {
         "16-bit": Candidates((Config(128, 128, 32, 8, 4),), (Config(128, 128, 32, 8, 4), Config(128, 64, 32, 8, 3))),
         "tf32": _both(_THRICE),
         "tf32x3": _both(_THRICE),
-        "ieee": _both(Config(64, 64, 16, 4, 3, registers=255)),
+        "ieee": _both(Config(64, 64, 16, 4, 3)),
     },
     120: {
         "16-bit": _both(Config(128, 128, 32, 8, 3)),

@@ -151,6 +151,8 @@ class KernelCall:
         more = spec.ranks or spec.sums or spec.filters or self.scores.rule.query_ids is not None
         if arch == 100:  # products come from tensor memory, one row to a thread
             return 64 if more or self.scores.k is None else 128
+        if arch == 120 and spec.filters:
+            return 64
         return 128 if more else 256
 
     def features(self, config: Config) -> dict[str, Any]:
