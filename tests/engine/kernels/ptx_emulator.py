@@ -22,6 +22,7 @@ from contratile.engine.backends.triton_launch import Launch
 from tests.engine.kernels.ahead_of_time import compiled, recorded
 from tests.engine.kernels.floats import Array, from_bf16, to_bf16
 from tests.engine.kernels.ptx_machine import Block, GlobalMemory
+from tests.engine.kernels.samples import name_of_launch
 
 Act = Callable[[Block], None]
 Read = Callable[[Block], Array]
@@ -151,14 +152,14 @@ def run(
 
 @contextmanager
 def emulated(tallies: dict[str, Counter[str]] | None = None) -> Iterator[list[Launch]]:
-    """Inside, kernels are compiled for sm_80 and emulated. `tallies` counts the steps of each kernel's programs."""
+    """Inside, kernels are compiled for sm_80 and emulated. `tallies` counts the steps by `name_of_launch`."""
 
     def emulate(launch: Launch) -> None:
         kernel, _ = compiled(launch, 80)
         program = _programs.setdefault(kernel.hash, None) or Program(kernel.asm["ptx"])
         _programs[kernel.hash] = program
         kept = [name for name, kind in kernel.src.signature.items() if kind != "constexpr"]
-        tally = None if tallies is None else tallies.setdefault(launch.kernel.__name__, Counter())
+        tally = None if tallies is None else tallies.setdefault(name_of_launch(launch), Counter())
         run(program, kernel.metadata.shared, launch.grid, [launch.arguments[name] for name in kept], tally)
 
     with recorded(emulate) as launches:
@@ -185,6 +186,8 @@ def _read(operand: str, kind: str) -> Read:
     operand = operand.strip("{} ")
     dtype = DTYPES[kind]
     if operand.startswith("%"):
+        if np.dtype(dtype).itemsize == 1 and kind != "pred":  # the low bits of a wider register
+            return lambda block: block.registers[operand].astype(np.uint8).view(dtype)
         return lambda block: block.registers[operand].view(dtype)
     if operand == "global_smem":  # all of shared memory, from its beginning
         return lambda block: np.zeros(block.threads, dtype)
@@ -320,8 +323,14 @@ def _shuffle(parts: list[str], operands: list[str]) -> Act:
     return lambda block: _write(operands[0], block.shuffle(parts[2], value(block), by(block)), block)
 
 
+REDUCTIONS: dict[str, Any] = {
+    **{"min": np.minimum, "max": np.maximum, "add": np.add},
+    **{"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor},
+}
+
+
 def _reduce(parts: list[str], operands: list[str]) -> Act:
-    function = {"min": np.minimum, "max": np.maximum, "add": np.add}[parts[2]]
+    function = REDUCTIONS[parts[2]]
     value = _read(operands[1], parts[-1])
     return lambda block: _write(operands[0], block.reduce(function, value(block)), block)
 
