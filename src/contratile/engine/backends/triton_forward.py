@@ -330,7 +330,9 @@ def forward_tiles(
                     level = highest
             else:
                 if shift == LOWEST:
-                    shift = tl.maximum(tl.max(tl.max(dots * size, 1), 0), LOWEST)
+                    # Not the maximum of dots * size, which would keep the product and the shift below from being fused.
+                    highest = tl.maximum(tl.max(tl.max(dots, 1), 0) * size, tl.min(tl.min(dots, 1), 0) * size)
+                    shift = tl.maximum(highest, LOWEST)
                 e = tl.exp2(dots * size - shift)
                 if row_total is not None:
                     found = tl.sum(dropped_above(e, dots, row_cut, 0.0), 1)
