@@ -97,7 +97,7 @@ def kernel_time(
         groups, per_program = pieces(col_blocks, cut.blocks), cut.span // cost.m
         grids = [(count * cut.splits, times) for count, times in groups]
         waves = sum(-(-programs // (gpu.processors * blocks)) * times for programs, times in grids)
-        launches = 2 + 4 * sum(times for _, times in grids)  # positives, bounds; fast, careful and two merges of a chunk
+        launches = 2 + 4 * sum(times for _, times in grids)  # positives, bounds; of a chunk: fast, careful, merges
         dram_bytes = itemsize * n * d * (1.0 + waves) + 16.0 * n * col_blocks
     else:
         rows, cols = cut_backward(n, n, cost.config, itemsize=itemsize, symmetric=False, workspace=workspace)
