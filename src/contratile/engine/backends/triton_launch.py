@@ -182,7 +182,9 @@ class KernelCall:
         """Products of the first rows, as many as fit; those of symmetric scores are not kept."""
         rows = 0 if self.scores.k is None else len(self.scores.cache) // len(self.scores.key)
         step = max(self.forward.m, self.gradient.m)
-        rows = rows if rows >= len(self.scores.q) else rows // step * step
+        if rows >= len(self.scores.q):  # up to the last whole tile of the forward pass
+            rows, step = len(self.scores.q), careful_config(self.device.arch, self.forward).m
+        rows = rows // step * step
         return {"cache": self.scores.cache if rows else None, "cached_rows": rows}
 
     def bounds(self, config: Config, arguments: dict[str, Any]) -> Iterator[Launch]:
