@@ -196,7 +196,9 @@ class KernelCall:
         kept = self.scores.cache
         rows = 0 if self.scores.k is None or kept is None else len(kept) // len(self.scores.key)
         step = max(self.forward.m, self.gradient.m)
-        rows = rows if rows >= len(self.scores.q) else rows // step * step
+        if rows >= len(self.scores.q):  # up to the last whole tile of the forward pass
+            rows, step = len(self.scores.q), careful_config(self.device.arch, self.forward).m
+        rows = rows // step * step
         return {"cache": kept if rows else None, "cached_rows": rows}
 
     def bounds(self, config: Config, arguments: dict[str, Any]) -> Iterator[Launch]:
@@ -221,6 +223,8 @@ class KernelCall:
             col_bar = scores.q.new_full((len(scores.key),), torch.inf, dtype=torch.float32)
         arguments |= {"row_bar": _dense(row_bar), "col_bar": _dense(col_bar)}
         arguments["col_limit"] = _limit(scores.col_level, spec) if spec.cols else None
+        if symmetric:
+            arguments["col_limit"] = arguments["row_limit"]
         arguments["CAREFUL"], arguments["RISING"] = False, spec.filters or spec.ties
         return arguments | self._fold(config) | {"TILE_M": config.m}
 
@@ -262,6 +266,8 @@ class KernelCall:
         if given.row_sums is None and given.col_sums is None:
             arguments["SUMS"] = ""
         arguments["col_limit"] = None if given.col is None else _limit(given.col.level, self.spec)
+        if symmetric:
+            arguments["col_limit"] = arguments["row_limit"]
         arguments |= dict.fromkeys(("shift", "row_weight", "col_weight", "row_far", "col_far"))
         if row is not None and col is not None and row.lse is not None and col.lse is not None:
             if not self.spec.filters:

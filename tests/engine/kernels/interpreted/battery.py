@@ -8,14 +8,18 @@ features for "tf32"), so that kernels have no excuse but the rounding of sums an
 
 from tests.engine.kernels import interpreter  # isort: skip  # first: it sets the mode of Triton
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from contratile import reference
 from contratile.engine.autograd import pair_stats
-from contratile.engine.spec import Inputs, Spec
+from contratile.engine.backends.triton_launch import Launch
+from contratile.engine.spec import Inputs, PairStats, Spec
 from contratile.losses.cross_entropy import as_tensor
 from contratile.ring.ring import Ring
 from contratile.ring.team import ALONE
@@ -70,6 +74,114 @@ def dense(rule: dict[str, Any], *, one_set: bool = False, **options: Any) -> Fun
     return function
 
 
+COUNTS = ("counts", "higher", "equal")
+Counts = dict[str, Tensor]
+
+
+def counting_in_kernels(rule: dict[str, Any], found: Counts, *, one_set: bool = False, **options: Any) -> Function:
+    """Like `in_kernels`, with the means of the sums; whatever is counted goes into `found`."""
+    tensors = {name: value for name, value in rule.items() if name in Inputs._fields}
+    kind, backend = options.pop("kind"), options.pop("backend", "triton")
+
+    def function(q: Tensor, k: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        scale = as_tensor(scale, q) + 0 * k.sum() if one_set else as_tensor(scale, q)
+        x = Inputs(q, None if one_set else k, scale, **tensors)
+        how = {"backend": backend, "tile": 16, "precision": precision_of(kind), **options}
+        spec = Spec(exclude_self=rule.get("exclude_self", False), **how)
+        stats: PairStats = pair_stats(Ring.flat(ALONE, (len(x.keys),), total=len(q)), x, spec)
+        sides = {"row": stats.row, "col": stats.col}
+        for side, of in sides.items():
+            found.update({f"{side}_{name}": getattr(of, name) for name in COUNTS if getattr(of, name) is not None})
+        sums = [q.new_empty(0) if of.sums is None else stats.nats(of.sums) / len(x.keys) for of in sides.values()]
+        return *in_nats(stats, like=q), *sums
+
+    return function
+
+
+def counting_densely(rule: dict[str, Any], found: Counts, *, one_set: bool = False, **options: Any) -> Function:
+    """The oracle in the same form."""
+    sums, col_sums = options.pop("sums", ""), options.pop("col_sums", True)
+    given = {name: value for name, value in rule.items() if not name.endswith("classes")}
+    options = {name: value for name, value in options.items() if name not in ("cache_bytes", "kind", "tile")}
+
+    def function(q: Tensor, k: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        scale, key = scale + 0 * k.sum() if one_set else scale, q if one_set else k
+        classes = {
+            "": {},
+            "all": {f"{x}_classes": torch.zeros(len(of)) for x, of in (("query", q), ("key", key))},
+            "equal": {name: value for name, value in rule.items() if name.endswith("classes")},
+            "differ": {f"{x}_classes": rule.get(f"{x}_ids") for x in ("query", "key")},
+        }[sums]
+        got = reference.pair_stats(q, key, scale, **given, **classes, **options, differ=sums == "differ")
+        if not col_sums:
+            got = {name: value for name, value in got.items() if name not in ("col_sums", "col_counts")}
+        found.update({name: value for name, value in got.items() if name.endswith(COUNTS)})
+        values = [got.get(name, q.new_empty(0)) for name in ("row", "col", "pos", "row_sums", "col_sums")]
+        return *values[:3], *(value / len(key) for value in values[3:])
+
+    return function
+
+
+def judge_counts(
+    rule: dict[str, Any], q: Tensor, k: Tensor, scale: Tensor, *, kind: str, one_set: bool = False, **options: Any
+) -> Outcome:
+    """Values and gradients by the rule, and counts exactly."""
+    found: Counts = {}
+    true: Counts = {}
+    ours = counting_in_kernels(rule, found, kind=kind, one_set=one_set, **options)
+    oracle = counting_densely(rule, true, one_set=one_set, **options)
+    outcome = judge(ours, oracle, q, k, scale, kind=kind, weight=36.0)
+    assert set(found) == set(true), (set(found), set(true))
+    for name, value in found.items():
+        assert torch.equal(value.double(), true[name].double()), (name, value, true[name])
+    return outcome
+
+
+@dataclass
+class Paths:
+    """Which tiles took which way, over all launches that were watched."""
+
+    programs: int = 0
+    marked: int = 0
+    fast: int = 0
+    special: int = 0
+    gradient_fast: int = 0
+    gradient_special: int = 0
+    far: int = 0
+
+
+@contextmanager
+def watched(order: int | None = None) -> Iterator[Paths]:
+    """Watch what fast launches leave to the careful ones. Fresh memory is neither 0 nor 1."""
+    paths, run_launch = Paths(), Launch.run
+
+    def noting(self: Launch) -> None:
+        run_launch(self)
+        given = self.arguments
+        if given.get("CAREFUL") is not False:
+            return
+        if "marks" in given:
+            special = given["special"][: self.grid[0]]
+            paths.fast += int((special == 0).sum())
+            paths.special += int((special == 1).sum())
+            if not given["SOFTPLUS"]:
+                marks = given["marks"][: self.grid[0] * self.grid[1]]
+                paths.programs += len(marks)
+                paths.marked += int((marks != 0).sum())
+        else:
+            paths.gradient_fast += int((given["special"] == 0).sum())
+            paths.gradient_special += int((given["special"] == 1).sum())
+            if given["row_far"] is not None:
+                paths.far += int(given["row_far"].sum() + given["col_far"].sum())
+
+    Launch.run = noting  # type: ignore[method-assign]
+    try:
+        with interpreter.launches(order=order):
+            yield paths
+    finally:
+        Launch.run = run_launch  # type: ignore[method-assign]
+
+
 def judge(
     ours: Function, oracle: Function, q: Tensor, k: Tensor, scale: Tensor, *, kind: str, weight: float = 12.0
 ) -> Outcome:
@@ -99,6 +211,25 @@ def positives(n: int, m: int, *, seed: int = 5) -> Tensor:
     labels = torch.randint(m, (n,), generator=torch.Generator().manual_seed(seed))
     labels[n // 2] = m - 1
     return labels
+
+
+def close_positives(n: int, m: int) -> Tensor:
+    """Two rows share a positive near the diagonal, so that tiles far from it hold none."""
+    return (torch.arange(n) // 2 * 2).clamp(max=m - 1)
+
+
+def close_ids(n: int, m: int) -> dict[str, Any]:
+    """Ids that only tiles near the diagonal share: large, negative, and small ones."""
+    far = torch.tensor([1 << 40, -(1 << 33), -1, 7])
+    query, key = (torch.arange(size) // 3 for size in (n, m))
+    return {"query_ids": query * 5 + far[query % 4], "key_ids": key * 5 + far[key % 4]}
+
+
+def colliding_ids(n: int, m: int) -> dict[str, Any]:
+    """No two are equal, but those of a query and of some far key have the same 32-bit hash."""
+    of_keys = torch.arange(m) * 3 + 1
+    other = of_keys[torch.arange(n) * 7 % m]
+    return {"query_ids": other ^ ((1 << 32) + (1 << 0)), "key_ids": of_keys}
 
 
 Rules = dict[str, Callable[[int, int], dict[str, Any]]]
