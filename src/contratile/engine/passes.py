@@ -23,7 +23,7 @@ from contratile.engine.backends.block import Given, Gradients, Scores, SideGrad
 from contratile.engine.backends.precision import library_products, resolve
 from contratile.engine.plan import TilePlan, plan_tiles
 from contratile.engine.rule import PairRule
-from contratile.engine.spec import InputGrads, Inputs, PairStats, SideStats, Spec, Wanted
+from contratile.engine.spec import InputGrads, Inputs, PairStats, SideStats, Spec, Wanted, number
 from contratile.engine.stats import SideParts, accumulation_dtype
 from contratile.ring.ring import Ring, RingPass
 
@@ -150,7 +150,7 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
         for result, grad in ((results.row.sums, grads.row.sums), (results.col.sums, grads.col.sums)):
             if result is not None and grad is not None:
                 dscale += (grad * result).sum() / alpha
-        dscale = (dscale / spec.unit).to(x.scale.dtype)
+        dscale = (dscale / number(spec.unit, dscale)).to(x.scale.dtype)
     return InputGrads(
         query=dq if dq is None or full else dq.to(x.query.dtype),
         key=None if trip.home is None else trip.home.dk.to(x.query.dtype),

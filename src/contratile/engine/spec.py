@@ -112,6 +112,13 @@ class Spec(NamedTuple):
         return self.filters or self.ranks
 
 
+def number(value: float | Tensor, like: Tensor) -> float | Tensor:
+    """A factor for a tensor. If that is one number on a CPU, torch is slower with a float than with a tensor."""
+    if isinstance(value, Tensor) or like.dim() or not like.is_cpu:
+        return value
+    return torch.scalar_tensor(value, dtype=like.dtype)
+
+
 class SideStats(NamedTuple):
     """Statistics of the rows, or of the columns. None: not asked for."""
 
@@ -138,7 +145,7 @@ class PairStats(NamedTuple):
 
     def nats(self, logits: Tensor, times: float = 1.0, over: float | Tensor = 1.0) -> Tensor:
         """times / over * logits, in nats."""
-        return logits * (self.unit * times / over)
+        return logits * number(self.unit * times / over, logits)
 
     def logits(self, products: Tensor, scale: Tensor) -> Tensor:
         """The scores of some products, in the same unit."""
