@@ -19,6 +19,7 @@ from torch import Tensor
 from contratile import reference
 from contratile.engine.autograd import pair_stats
 from contratile.engine.backends.triton_launch import Launch
+from contratile.engine.backends.triton_tiles import interprets_bf16
 from contratile.engine.spec import Inputs, PairStats, Spec
 from contratile.losses.cross_entropy import as_tensor
 from contratile.ring.ring import Ring
@@ -153,6 +154,7 @@ class Paths:
 @contextmanager
 def watched(order: int | None = None) -> Iterator[Paths]:
     """Watch what fast launches leave to the careful ones. Fresh memory is neither 0 nor 1."""
+    interprets_bf16()  # a launch of its own, once
     paths, run_launch = Paths(), Launch.run
 
     def noting(self: Launch) -> None:
