@@ -162,7 +162,9 @@ def test_one_set_out_of_range(name: str) -> None:
     assert paths.marked or "column" in name
 
 
-@pytest.mark.parametrize("config", [Config(64, 32, 16, 4, 2), Config(128, 32, 16, 8, 2), Config(32, 64, 16, 4, 2)], ids=str)
+@pytest.mark.parametrize(
+    "config", [Config(64, 32, 16, 4, 2), Config(128, 32, 16, 8, 2), Config(32, 64, 16, 4, 2)], ids=str
+)
 def test_marked_programs_of_other_tiles(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Careful tiles are lower than the tiles of the program that was marked."""
     monkeypatch.setattr(triton_launch, "config_for", lambda *_, **__: config)
