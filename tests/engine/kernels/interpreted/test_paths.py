@@ -139,7 +139,7 @@ def test_one_side_out_of_range(name: str, sides: dict[str, bool]) -> None:
     """Rows are not looked at if only columns are wanted, nor columns if only rows are."""
     q, k, scale = unusual(name)
     paths = examined(q, k, scale, **sides)
-    if sides == {"cols": False} and name == "a low row" or sides == {"rows": False} and name == "a low column":
+    if (sides == {"cols": False} and name == "a low row") or (sides == {"rows": False} and name == "a low column"):
         assert paths.marked
 
 
