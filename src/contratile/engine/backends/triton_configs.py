@@ -56,11 +56,12 @@ _THRICE = Config(128, 64, 32, 8, 3)
 _IEEE = Config(64, 64, 32, 4, 2, registers=255)
 _AMD = Config(64, 64, 32, 4, 2)
 _FULL = Candidates((_WIDE, _TALL, _FLAT, _SLIM), (_TWO, _WIDE._replace(n=256), _FLAT, _SLIM))
+_ONE = _FULL._replace(gradient=(_WIDE, _WIDE._replace(n=256), _FLAT, _SLIM))  # shared memory for one block
 
 TABLE: dict[Arch, dict[str, Candidates]] = {
     80: {"16-bit": _FULL, "tf32": _both(_FP32), "tf32x3": _both(_THRICE), "ieee": _both(_IEEE)},
-    86: {"16-bit": _FULL, "tf32": _both(_FP32), "tf32x3": _both(_THRICE), "ieee": _both(_IEEE)},
-    89: {"16-bit": _FULL, "tf32": _both(_FP32), "tf32x3": _both(_THRICE), "ieee": _both(_IEEE)},
+    86: {"16-bit": _ONE, "tf32": _both(_FP32), "tf32x3": _both(_THRICE), "ieee": _both(_IEEE)},
+    89: {"16-bit": _ONE, "tf32": _both(_FP32), "tf32x3": _both(_THRICE), "ieee": _both(_IEEE)},
     90: {
         "16-bit": _FULL._replace(forward=(_TALL, _WIDE, _FLAT, _SLIM)),
         "tf32": _both(_THRICE),
@@ -77,7 +78,7 @@ TABLE: dict[Arch, dict[str, Candidates]] = {
         "16-bit": _both(Config(128, 128, 32, 8, 3)),
         "tf32": _both(_THRICE._replace(stages=4)),
         "tf32x3": _both(Config(64, 64, 16, 4, 3, registers=255)),
-        "ieee": _both(Config(64, 64, 16, 4, 2, registers=255)),
+        "ieee": _both(Config(64, 64, 16, 4, 2)),
     },
     "gfx90a": {"16-bit": _both(_WIDE._replace(stages=2)), "ieee": _both(_AMD)},
     "gfx942": {
@@ -136,7 +137,10 @@ def config_for(
     elif uneven:
         config = config._replace(m=min(128, config.m) // 2, n=config.n // 2, d=config.d // 2)
     elif height <= 64 and kind == "ieee":
-        config = config._replace(m=config.m // 2, n=config.n // 2, d=config.d // 2)
+        limit = 255 if isinstance(arch, int) else 256  # without it the assembler spills where registers are left
+        config = config._replace(m=config.m // 2, n=config.n // 2, d=config.d // 2, registers=limit)
+    elif height <= 64 and kind == "tf32x3":
+        config = config._replace(d=config.d // 2)
     elif height <= 64 and arch == 100 and kind == "16-bit":
         config = config._replace(m=config.m // 2, n=config.n // 2)
     config = config._replace(m=min(config.m, height))
