@@ -32,6 +32,10 @@ INTERPRETED = not hasattr(triton_forward.forward_tiles, "cache_key")
 """TRITON_INTERPRET=1 was set before Triton was imported: kernels run on CPU tensors."""
 
 
+SMALL: dict[str, Any] = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
+"""Triton's options for launches over vectors."""
+
+
 class Launch(NamedTuple):
     """A kernel with its grid, arguments and options."""
 
@@ -206,8 +210,7 @@ class KernelCall:
         if self.labels is not None:
             given = {"labels": self.labels, "low": arguments["label_low"], "high": arguments["label_high"]}
             given |= {"N": len(self.labels), "BLOCK": config.m}
-            options = {"num_warps": 4, "enable_fp_fusion": True}
-            yield Launch(triton_forward.label_bounds, (-(-len(self.labels) // config.m),), given, options)
+            yield Launch(triton_forward.label_bounds, (-(-len(self.labels) // config.m),), given, SMALL)
 
     def statistics(self, config: Config, row: SideParts, col: SideParts) -> dict[str, Any]:
         """The arguments of `forward_tiles`, fast, that do not depend on how the work is cut."""

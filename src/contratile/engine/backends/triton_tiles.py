@@ -147,8 +147,7 @@ def _merges(into: SideParts, parts: SideParts, count: int, *, first: int = 0, tr
             **{"parts": count, "count": len(total), "stride": part.stride(0), "first": first},
             **{"TRIANGLE": triangle, "BLOCK_P": MERGE_PARTS, "BLOCK": MERGE_BLOCK},
         }
-        options = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
-        yield Launch(triton_forward.merge_parts, (-(-len(total) // MERGE_BLOCK),), arguments, options)
+        yield Launch(triton_forward.merge_parts, (-(-len(total) // MERGE_BLOCK),), arguments, SMALL)
 
 
 # --- backward -----------------------------------------------------------------------------------------------------
@@ -259,7 +258,7 @@ class Chunks:
             arguments = {x: self.arguments[f"{name}_{x}"] for x in ("lse", "grad", "weight", "far")}
             arguments |= {"shift": self.arguments["shift"], "N": len(arguments["lse"]), "BLOCK": block}
             grid = (-(-len(arguments["lse"]) // block),)
-            yield Launch(triton_gradient.side_weights, grid, arguments, {"num_warps": 4, "enable_fp_fusion": True})
+            yield Launch(triton_gradient.side_weights, grid, arguments, SMALL)
 
     def _add_positives(self, scores: Scores, weight: Tensor, given: Given) -> None:
         """The positives' share of the sums: kernels add up negatives."""
