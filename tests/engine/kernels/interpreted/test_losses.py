@@ -25,6 +25,12 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "clip with options": lambda q, k, s, **how: ct.clip_loss(
         q, k, s, ids=IDS, extra_keys=EXTRA.to(q), hard_negatives=HARD.to(q), label_smoothing=0.1, **how
     ),
+    "clip with a margin": lambda q, k, s, **how: ct.clip_loss(
+        q, k, s, ids=IDS, margin=0.1, weights=torch.linspace(0.5, 2, N), cache_bytes=4 * N * N // 2, **how
+    ),
+    "clip, smoothed and kept": lambda q, k, s, **how: ct.clip_loss(
+        q, k, s, ids=IDS, label_smoothing=0.2, cache_bytes=4 * N * N, **how
+    ),
     "info_nce": lambda q, k, s, **how: ct.info_nce(q, k, s, labels=(torch.arange(N) * 5) % N, **how),
     "nt_xent": lambda q, k, s, **how: ct.nt_xent(q, k, 1 / s, **how),
     "sup_con": lambda q, k, s, **how: ct.sup_con(torch.cat([q, k]), torch.cat([IDS, IDS]) % 5, 1 / s, **how),
@@ -80,6 +86,66 @@ def test_compiled_by_pytorch() -> None:
     assert seen.programs["forward_tiles"] and seen.programs["gradient_tiles"]
     for a, b in zip(eager.values + eager.grads, traced.values + traced.grads, strict=True):
         torch.testing.assert_close(a, b)
+
+
+# --- statistics ---------------------------------------------------------------------------------------------------
+
+STATISTICS: dict[str, Callable[..., tuple[Tensor, Any]]] = {
+    "clip": lambda q, k, s, **how: ct.clip_loss(q, k, s, return_stats=True, **how),
+    "clip with ids and a margin": lambda q, k, s, **how: ct.clip_loss(
+        q, k, s, ids=IDS, margin=0.1, return_stats=True, **how
+    ),
+    "info_nce": lambda q, k, s, **how: ct.info_nce(q, k, s, labels=torch.arange(N) // 2, return_stats=True, **how),
+    "nt_xent": lambda q, k, s, **how: ct.nt_xent(q, k, 1 / s, return_stats=True, **how),
+    "siglip": lambda q, k, s, **how: ct.siglip_loss(q, k, s, 0.3 * s - 5, return_stats=True, **how),
+}
+
+
+def same_statistics(ours: Any, theirs: Any) -> None:
+    """Accuracies and ranks exactly, mean scores but for rounding."""
+    for name, a, b in zip(ours._fields, ours, theirs, strict=True):
+        assert (a is None) == (b is None), name
+        if a is not None:
+            tolerance = 1e-5 if name.endswith("logit") else 1e-7
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, check_dtype=False)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("kind", ["ieee", "bf16"])
+@pytest.mark.parametrize("name", STATISTICS)
+def test_statistics(name: str, kind: str, sign: int) -> None:
+    q, k = numbers(N, D, seed=3, kind=kind), numbers(N, D, seed=4, kind=kind)
+    scale = sign * SCALE
+    if sign < 0 and name in ("nt_xent", "clip with ids and a margin"):
+        pytest.skip("its scale is positive")
+    with launches(order=1) as seen:
+        loss, ours = STATISTICS[name](q, k, scale, **HOW)
+    assert seen.programs["forward_tiles"]
+    plain, theirs = STATISTICS[name](q.float(), k.float(), scale, backend="torch", group=None)
+    torch.testing.assert_close(loss, plain, rtol=1e-5, atol=1e-6)
+    same_statistics(ours, theirs)
+
+
+@pytest.mark.parametrize("ties", ["first", "mean"])
+def test_metrics(ties: Any) -> None:
+    """Of features with many exact ties, to the last digit."""
+
+    def whole(n: int, seed: int) -> Tensor:
+        return torch.randint(-1, 2, (n, 5), generator=torch.Generator().manual_seed(seed)).float()
+
+    image, text, classes = whole(37, 1), whole(50, 2), whole(9, 3)
+    owner, targets = torch.arange(50) % 37, torch.arange(37) % 9
+    found = []
+    for backend in ("triton", "torch"):
+        how: Any = {"backend": backend, "tile": 16, "ties": ties}
+        found.append(
+            [
+                ct.retrieval_metrics(image, text[:37], **how),
+                ct.retrieval_metrics(image, text, image_of_text=owner, **how),
+                ct.zero_shot_metrics(image, classes, targets, **how),
+            ]
+        )
+    assert found[0] == found[1] and all(found[0])
 
 
 # --- precision ----------------------------------------------------------------------------------------------------
@@ -179,6 +245,9 @@ def ids_of(rank: int | None) -> Tensor:
 
 RING: dict[str, Callable[..., Tensor]] = {
     "clip": lambda q, k, s, rank, **how: ct.clip_loss(q, k, s, ids=ids_of(rank), **how),
+    "clip with a margin": lambda q, k, s, rank, **how: ct.clip_loss(
+        q, k, s, ids=ids_of(rank), margin=0.1, **how
+    ),
     "nt_xent": lambda q, k, s, rank, **how: ct.nt_xent(q, k, 1 / s, **how),
     "sup_con": lambda q, k, s, rank, **how: ct.sup_con(q, ids_of(rank) % 5, 1 / s, **how) + 0 * k.sum(),
     "siglip": lambda q, k, s, rank, **how: ct.siglip_loss(q, k, s, 0.3 * s - 5, **how),
@@ -200,3 +269,30 @@ def test_two_ranks(kind: str, name: str) -> None:
         close(torch.cat([rank[place] for rank in ranks]), 2 * leaf.grad, tolerance)
     assert scale.grad is not None
     close(torch.stack([rank[3] for rank in ranks]).mean(), scale.grad, 1e-4)
+
+
+def statistics_on_a_rank(sign: int, margin: float | None) -> list[Tensor | None]:
+    triton_configs.WORKSPACE_BYTES = 4096
+    rank = dist.get_rank()
+    q, k = (torch.split(numbers(sum(SIZES), D, seed=seed, kind="ieee"), list(SIZES))[rank] for seed in (1, 2))
+    how: dict[str, Any] = {"backend": "triton", "tile": 16, "ids": ids_of(rank), "margin": margin}
+    with launches(order=2):
+        loss, stats = ct.clip_loss(q, k, 6.0 * sign, return_stats=True, **how)
+        views = ct.nt_xent(q, k, 0.2, return_stats=True, backend="triton", tile=16)
+    return [loss, *stats, views[0], *views[1]]
+
+
+@pytest.mark.parametrize(("margin", "sign"), [(None, 1), (None, -1), (0.1, 1)])
+def test_statistics_of_two_ranks(margin: float | None, sign: int) -> None:
+    """Ranks are counted over the keys of both; ids exclude across ranks."""
+    ranks = pool(2).run(statistics_on_a_rank, sign, margin)
+    q, k = (numbers(sum(SIZES), D, seed=seed, kind="ieee") for seed in (1, 2))
+    options: dict[str, Any] = {"ids": ids_of(None), "margin": margin, "backend": "torch", "group": None}
+    loss, stats = ct.clip_loss(q, k, 6.0 * sign, return_stats=True, **options)
+    views = ct.nt_xent(q, k, 0.2, return_stats=True, backend="torch", group=None)
+    for place, true in enumerate([loss, *stats, views[0], *views[1]]):
+        for rank in ranks:
+            assert (rank[place] is None) == (true is None)
+        if true is not None:
+            got = torch.stack([rank[place] for rank in ranks]).mean()
+            torch.testing.assert_close(got, true, rtol=1e-5, atol=1e-6, check_dtype=False)

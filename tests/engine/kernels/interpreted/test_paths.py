@@ -66,6 +66,28 @@ def test_rules_of_one_set() -> None:
         assert paths.gradient_fast > 0
 
 
+@pytest.mark.parametrize("kind", ["bf16", "ieee"])
+def test_one_set_whose_positives_lie_on_one_side(kind: str) -> None:
+    """Columns have their positives in the first row block; rows of that block have theirs on the diagonal."""
+    z, unused = pair(kind)
+    rule = {"labels": torch.arange(N) // 4}
+    with watched() as paths:
+        judge_counts(rule, z, unused, SCALE, kind=kind, one_set=True, cols=False, ranks=True)
+    assert (paths.fast, paths.special, paths.marked) == (6, 4, 0)
+    whole = torch.randint(-1, 3, (N, 6), generator=torch.Generator().manual_seed(1)).float()
+    judge_counts(rule, whole, whole, torch.tensor(0.5), kind="ieee", one_set=True, cols=False, ranks=True, ties=True)
+
+
+def test_more_row_blocks_than_a_group() -> None:
+    """11 of them in one chunk: two groups, the second one not full."""
+    n, m = 170, 50
+    q, k = numbers(n, D, seed=1, kind="ieee"), numbers(m, D, seed=2, kind="ieee")
+    rule = {"labels": torch.arange(n) * m // n}
+    with watched() as paths:
+        judge_counts(rule, q, k, SCALE, kind="ieee", ranks=True)
+    assert paths.gradient_fast and paths.gradient_special and paths.gradient_fast + paths.gradient_special == 44
+
+
 def test_edges_are_careful() -> None:
     """Three whole tiles each way and a fourth of one row or one column."""
     for n, m in ((48, 49), (49, 48), (49, 49)):
