@@ -21,7 +21,7 @@ from contratile.engine.backends.block import Given, Gradients, Scores, SideGrad
 from contratile.engine.backends.precision import library_products
 from contratile.engine.backends.torch_reductions import Direction, LseWeights, SoftplusWeights
 from contratile.engine.backends.triton_configs import careful_config, cut_backward, cut_forward
-from contratile.engine.backends.triton_launch import INTERPRETED, Device, KernelCall, Launch, on_device
+from contratile.engine.backends.triton_launch import INTERPRETED, SMALL, Device, KernelCall, Launch, on_device
 from contratile.engine.backends.triton_positives import add_positives
 from contratile.engine.plan import plan_tiles
 from contratile.engine.rule import PairRule
