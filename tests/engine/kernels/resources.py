@@ -19,7 +19,7 @@ from contratile.engine.backends.triton_configs import TABLE
 from contratile.engine.backends.triton_launch import Launch
 from tests.engine.kernels import first_generation, instructions
 from tests.engine.kernels.ahead_of_time import SHARED_LIMIT, TARGETS, Report, Target, name_of, report
-from tests.engine.kernels.samples import sample_launches
+from tests.engine.kernels.samples import name_of_launch, sample_launches
 
 OUT = Path(__file__).parents[3] / "benchmarks" / "results" / "kernels.md"
 D = 512
@@ -114,7 +114,7 @@ def rows(launches: Iterable[tuple[str, str, Launch]], target: Target, notify: Ca
 def row_start(target: Target, features: str, tile: str, launch: Launch) -> str:
     """What is launched; what it uses follows."""
     warps, stages = (launch.options[name] for name in ("num_warps", "num_stages"))
-    return _row([name_of(target), launch.kernel.fn.__name__, features, tile, f"{warps}, {stages}"])
+    return _row([name_of(target), name_of_launch(launch), features, tile, f"{warps}, {stages}"])
 
 
 def _row(cells: Sequence[str]) -> str:

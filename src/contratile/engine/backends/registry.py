@@ -44,7 +44,7 @@ def choose(x: Inputs, spec: Spec) -> Tiles:
         if asked:
             refuse(reason)
         _warn(reason)
-        return torch_tiles
+        return TorchInstead() if x.query.device in _failed else torch_tiles
     from contratile.engine.backends import triton_tiles
 
     if x.query.dtype == torch.bfloat16 and triton_tiles.INTERPRETED and not triton_tiles.interprets_bf16():
@@ -111,7 +111,20 @@ def _warn(reason: str) -> None:
         warnings.warn(f"contratile uses the torch backend instead of its kernels: {reason}.", stacklevel=2)
 
 
-class KernelsOrTorch:
+class TorchInstead:
+    """The torch backend where a kernel could not be built: scores that kernels kept are computed again."""
+
+    def positives(self, scores: Scores, spec: Spec, level: Tensor) -> None:
+        torch_tiles.positives(scores, spec, level)
+
+    def forward(self, scores: Scores, spec: Spec, pos: Tensor | None) -> tuple[SideParts, SideParts]:
+        return torch_tiles.forward(scores, spec, pos)
+
+    def backward(self, scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
+        torch_tiles.backward(scores._replace(cache=None), spec, given, into)
+
+
+class KernelsOrTorch(TorchInstead):
     """The kernels, or the torch backend once a kernel could not be built.
 
     Kernels are built at their first launch, before the block has changed any result.
@@ -139,4 +152,4 @@ class KernelsOrTorch:
             except KernelError as error:
                 _failed[self.device] = str(error)
                 _warn(str(error))
-        return getattr(torch_tiles, step)(*arguments)
+        return getattr(super(), step)(*arguments)

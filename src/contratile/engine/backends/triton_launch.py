@@ -98,7 +98,9 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 def number(x: Tensor, device: torch.device) -> Tensor:
     """A 0-d tensor on the device. A number from the CPU is passed by value: copying would synchronise."""
-    return torch.scalar_tensor(x.item(), device=device) if x.is_cpu else x.to(device, torch.float32)
+    return (
+        torch.scalar_tensor(x.item(), dtype=torch.float32, device=device) if x.is_cpu else x.to(device, torch.float32)
+    )
 
 
 def _dense(x: Tensor | None) -> Tensor | None:

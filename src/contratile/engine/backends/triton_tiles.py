@@ -247,7 +247,7 @@ class Chunks:
             launch.run()
         self.sums = q.new_zeros(2, dtype=torch.float32)
         if add_up and weight is not None:
-            self._add_positives(scores, weight, given)
+            self._add_positives(call, weight, given)
 
     def preparations(self, call: KernelCall, given: Given) -> Iterator[Launch]:
         """Bounds of labels and, if both sides share an exponential, their weights."""
@@ -260,13 +260,16 @@ class Chunks:
             grid = (-(-len(arguments["lse"]) // block),)
             yield Launch(triton_gradient.side_weights, grid, arguments, SMALL)
 
-    def _add_positives(self, scores: Scores, weight: Tensor, given: Given) -> None:
+    def _add_positives(self, call: KernelCall, weight: Tensor, given: Given) -> None:
         """The positives' share of the sums: kernels add up negatives."""
-        labels, pos = scores.rule.labels, given.pos
+        labels, pos = call.scores.rule.labels, given.pos
         assert labels is not None and pos is not None
         if self.symmetric:  # two rows that are each other's positive hold the same pair
             weight = weight * torch.where(labels[labels] == torch.arange(self.n, device=labels.device), 0.5, 1.0)
-        dots = (pos if scores.bias is None else pos - scores.bias) / scores.alpha
+        dots = pos / call.alpha
+        if call.bias is not None:  # a product cannot be told from a score that the bias has rounded
+            positive_launch(call, dots).run()
+            dots = dots * torch.where(call.alpha < 0, -1.0, 1.0)
         self.sums += torch.stack([(weight * dots).sum(), weight.sum()])
 
     def row_slices(self) -> Iterator[slice]:
@@ -329,7 +332,8 @@ def _near_one(given: Given, *, fp16: bool) -> tuple[Given, Tensor]:
     In fp16 they are kept 12 bits larger, within its range, so that the small weights of large batches stay normal.
     """
     largest = torch.stack([grad.abs().amax() for grad in _upstream(given)]).amax()
-    peak = torch.ldexp(torch.ones_like(largest), largest.frexp().exponent - (13 if fp16 else 1))
+    exponent = (largest.frexp().exponent - (13 if fp16 else 1)).clamp(min=-126)  # a power of two that is not 0
+    peak = torch.ldexp(torch.ones_like(largest), exponent)
     row, col = (None if side is None else _scaled(side, peak) for side in (given.row, given.col))
     pos_grad, row_sums, col_sums = (
         None if x is None else (x / peak).contiguous() for x in (given.pos_grad, given.row_sums, given.col_sums)
@@ -357,7 +361,7 @@ def add_product_(into: Tensor, a: Tensor, b: Tensor, *, first: bool = False) -> 
 @cache
 def adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether PyTorch can add a 16-bit product to an fp32 matrix in place here; tried once on a small example."""
-    ones, total = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(16, 16, device=device)
+    ones, total = (torch.ones(16, 16, dtype=x, device=device) for x in (dtype, torch.float32))
     try:
         torch.addmm(total, ones, ones, out_dtype=torch.float32, beta=1, out=total)
     except (RuntimeError, TypeError):
