@@ -245,9 +245,7 @@ def ids_of(rank: int | None) -> Tensor:
 
 RING: dict[str, Callable[..., Tensor]] = {
     "clip": lambda q, k, s, rank, **how: ct.clip_loss(q, k, s, ids=ids_of(rank), **how),
-    "clip with a margin": lambda q, k, s, rank, **how: ct.clip_loss(
-        q, k, s, ids=ids_of(rank), margin=0.1, **how
-    ),
+    "clip with a margin": lambda q, k, s, rank, **how: ct.clip_loss(q, k, s, ids=ids_of(rank), margin=0.1, **how),
     "nt_xent": lambda q, k, s, rank, **how: ct.nt_xent(q, k, 1 / s, **how),
     "sup_con": lambda q, k, s, rank, **how: ct.sup_con(q, ids_of(rank) % 5, 1 / s, **how) + 0 * k.sum(),
     "siglip": lambda q, k, s, rank, **how: ct.siglip_loss(q, k, s, 0.3 * s - 5, **how),

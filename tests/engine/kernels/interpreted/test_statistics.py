@@ -65,7 +65,9 @@ MANY = [pytest.param(kind, marks=() if kind in ("bf16", "ieee") else pytest.mark
 @pytest.mark.parametrize("kind", MANY)
 def test_two_sets(kind: str, name: str) -> None:
     q, k = numbers(N, D, seed=1, kind=kind), numbers(M, D, seed=2, kind=kind)
-    rule = without(rule_of(N, M), *(() if name in IDS else ("ids",)), *(() if "sums" in OPTIONS[name] else ("classes",)))
+    rule = without(
+        rule_of(N, M), *(() if name in IDS else ("ids",)), *(() if "sums" in OPTIONS[name] else ("classes",))
+    )
     with watched() as paths:
         judge_counts(rule, q, k, SCALE, kind=kind, **OPTIONS[name])
     assert paths.fast >= 2 and paths.gradient_fast >= 2
