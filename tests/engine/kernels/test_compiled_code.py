@@ -1,6 +1,7 @@
 """The default configurations as compiled for sm_80, run by the emulator through the public functions, against fp64."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -90,7 +91,8 @@ def statistics(launches: list[Launch]) -> list[Launch]:
 @pytest.mark.parametrize("scale", [SCALE, pytest.param(-SCALE, marks=pytest.mark.slow)])
 def test_statistics_of_compiled_code(scale: float, launches: list[Launch]) -> None:
     """What training asks for: ranks exactly, mean scores but for rounding. 300 rows have interior tiles."""
-    n, options = 300, {"ids": torch.arange(300) // 2, "return_stats": True}
+    n = 300
+    options: dict[str, Any] = {"ids": torch.arange(n) // 2, "return_stats": True}
     q, k = (features(n, D, seed=seed, dtype=torch.bfloat16).requires_grad_() for seed in (1, 2))
     loss, found = ct.clip_loss(q, k, scale, backend="triton", **options)
     loss.backward()

@@ -90,8 +90,8 @@ TOLERANCE = 0.035
 def test_counts_are_those_of_a_run(ids: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulator runs 3 x 3 and 4 x 4 tiles, of which 3 and 4 hold positives and are left to the careful launches.
 
-    A fast program (of the gradient: a column of them) has one interior tile more of 4 x 4 than of 3 x 3. A careful one has
-    as many as before, in low tiles, and passes over one more, which is nothing of these classes.
+    A fast program (of the gradient: a column of them) has one interior tile more of 4 x 4 than of 3 x 3. A careful one
+    has as many as before, in low tiles, and passes over one more, which is nothing of these classes.
     """
     monkeypatch.setattr(registry, "unavailable", lambda device: None)
     monkeypatch.setattr(Device, "of", lambda device: Device(80, 0))  # no need to split rows

@@ -6,7 +6,6 @@ import pytest
 
 from contratile.cli import main
 
-
 # Excluded pairs have a product of -3e38: the interpreter as it is warns when it is multiplied by the scale.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
 

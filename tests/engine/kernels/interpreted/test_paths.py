@@ -161,7 +161,7 @@ def test_one_side_out_of_range(name: str, sides: dict[str, bool]) -> None:
     """Rows are not looked at if only columns are wanted, nor columns if only rows are."""
     q, k, scale = unusual(name)
     paths = examined(q, k, scale, **sides)
-    if sides == {"cols": False} and name == "a low row" or sides == {"rows": False} and name == "a low column":
+    if (sides == {"cols": False} and name == "a low row") or (sides == {"rows": False} and name == "a low column"):
         assert paths.marked
 
 
@@ -286,7 +286,11 @@ def test_gradient_of_the_scale_of_other_tiles(config: Config, monkeypatch: pytes
     monkeypatch.setattr(triton_launch, "config_for", lambda *_, **__: config)
     q, k = numbers(256, 16, seed=1, kind="ieee"), numbers(256, 16, seed=2, kind="ieee")
     grads = []
-    for dtype, how in ((torch.float32, {"backend": "triton"}), (torch.float64, {"backend": "dense"})):
+    ways: list[tuple[torch.dtype, dict[str, Any]]] = [
+        (torch.float32, {"backend": "triton"}),
+        (torch.float64, {"backend": "dense"}),
+    ]
+    for dtype, how in ways:
         scale = torch.tensor(7.0, dtype=dtype, requires_grad=True)
         ct.clip_loss(q.to(dtype), k.to(dtype), scale, **how).backward()
         grads.append(scale.grad)
