@@ -15,16 +15,7 @@ from triton.errors import TritonError
 from contratile.engine import tuned
 from contratile.engine.backends import triton_configs, triton_forward
 from contratile.engine.backends.block import Given, KernelError, Scores, SideGrad
-from contratile.engine.backends.triton_configs import (
-    Arch,
-    Config,
-    Kernel,
-    candidates,
-    careful_config,
-    config_for,
-    fold_of,
-    kind_of,
-)
+from contratile.engine.backends.triton_configs import Arch, Config, Kernel, candidates, careful_config, config_for, fold_of, kind_of
 from contratile.engine.spec import Spec
 from contratile.engine.stats import SideParts
 

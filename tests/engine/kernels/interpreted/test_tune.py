@@ -102,7 +102,7 @@ def test_a_candidate_is_forced_on_its_own_kernel(kernel: KernelName, launched: d
     for choice in subject.candidates().values():
         launched.clear()
         subject.step(choice)()
-        assert launched[kernel] == config_for(80, 64, "16-bit", kernel=kernel, chosen=choice and Config(*choice))
+        assert launched[kernel] == config_for(80, 64, "16-bit", kernel=kernel, chosen=Config(*choice) if choice else None)
         assert subject.check(choice, "nt_xent").ok
 
 
