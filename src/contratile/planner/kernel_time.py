@@ -90,15 +90,14 @@ def kernel_time(
     itemsize = 2 if cost.kind == "16-bit" else 4
     step = Step(n, d, itemsize, cost.config, gpu.processors, workspace)
     traffic = step.forward() if cost.kernel == "forward" else step.gradient()
-    work = _work(cost, d, itemsize, traffic.total / step.tiles)
+    work = _work(cost, d, itemsize, step.interior(cost.kernel))  # other launches are small
     if cost.kernel == "forward":
         cut = cut_forward(n, n, cost.config, processors=gpu.processors, fields=2, workspace=workspace)
-        col_blocks = -(-n // cost.n)
-        groups, per_program = pieces(col_blocks, cut.blocks), cut.span // cost.m
+        groups, per_program = pieces(step.col_blocks, cut.blocks), cut.span // cost.m
         grids = [(count * cut.splits, times) for count, times in groups]
         waves = sum(-(-programs // (gpu.processors * blocks)) * times for programs, times in grids)
         launches = 2 + 4 * sum(times for _, times in grids)  # positives, bounds; of a chunk: fast, careful, merges
-        dram_bytes = itemsize * n * d * (1.0 + waves) + 16.0 * n * col_blocks
+        dram_bytes = itemsize * n * d * (1.0 + waves) + 16.0 * n * step.col_blocks
     else:
         rows, cols = cut_backward(n, n, cost.config, itemsize=itemsize, symmetric=False, workspace=workspace)
         grids = [

@@ -101,12 +101,20 @@ class Step(NamedTuple):
     """Rows of a careful tile: `careful_config`."""
 
     @property
-    def blocks(self) -> int:
-        return -(-self.n // self.config.m)
+    def col_blocks(self) -> int:
+        """Programs of the forward pass, but for splits."""
+        return -(-self.n // self.config.n)
 
     @property
     def tiles(self) -> int:
         return Tiling(self.n, self.config, self.low).tiles
+
+    def interior(self, kernel: str) -> int:
+        """What one tile of a fast launch moves."""
+        m, n = self.config.m, self.config.n
+        if kernel == "forward":
+            return self._features(m) + 17 + 8 * m
+        return self._features(m) + 40 + 4 * m + 4 * n + m * n * self.itemsize
 
     @property
     def total(self) -> int:

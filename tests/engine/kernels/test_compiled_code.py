@@ -1,6 +1,7 @@
 """The default configurations as compiled for sm_80, run by the emulator through the public functions, against fp64."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from contratile import reference
 from contratile.engine.backends import registry
 from contratile.engine.backends.triton_launch import Launch
 from tests.engine.kernels.ptx_emulator import emulated
+from tests.engine.kernels.samples import name_of_launch
 from tests.helpers import Function, assert_error, features, labels_of
 from tests.helpers import run as outcome
 
@@ -79,3 +81,55 @@ def test_compiled_code(name: str, dtype: torch.dtype, precision: str | None, lau
 
 def nearest_tf32(x: Tensor) -> Tensor:
     return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def statistics(launches: list[Launch]) -> list[Launch]:
+    return [launch for launch in launches if name_of_launch(launch) == "forward_tiles, careful, statistics"]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("scale", [SCALE, pytest.param(-SCALE, marks=pytest.mark.slow)])
+def test_statistics_of_compiled_code(scale: float, launches: list[Launch]) -> None:
+    """What training asks for: ranks exactly, mean scores but for rounding. 300 rows have interior tiles."""
+    n = 300
+    options: dict[str, Any] = {"ids": torch.arange(n) // 2, "return_stats": True}
+    q, k = (features(n, D, seed=seed, dtype=torch.bfloat16).requires_grad_() for seed in (1, 2))
+    loss, found = ct.clip_loss(q, k, scale, backend="triton", **options)
+    loss.backward()
+    assert statistics(launches) and not any(marks_of(launches))
+    x, y = (z.detach().double().requires_grad_() for z in (q, k))
+    true, expected = ct.clip_loss(x, y, scale, backend="torch", **options)
+    true.backward()
+    torch.testing.assert_close(loss, true, rtol=1e-5, atol=1e-5, check_dtype=False)
+    for name, a, b in zip(found._fields, found, expected, strict=True):
+        exact = 1e-6 if not name.endswith("logit") else 1e-5
+        torch.testing.assert_close(a, b, rtol=exact, atol=exact, check_dtype=False)
+    for a, b in ((q.grad, x.grad), (k.grad, y.grad)):
+        assert a is not None and b is not None
+        assert float((a.double() - b).abs().max()) <= 2**-6 * float(b.abs().max())
+
+
+@pytest.mark.timeout(900)
+def test_marked_programs_of_compiled_code(launches: list[Launch]) -> None:
+    """A row and a column far from all others: their programs are marked, the others are not."""
+    n = 300
+    q, k = (features(n, D, seed=seed, dtype=torch.bfloat16).abs() for seed in (1, 2))
+    k[3] *= -16
+    q, k = q.requires_grad_(), k.requires_grad_()
+    row, col = ct.pair_lse(q, k, SCALE, backend="triton")
+    assert set(marks_of(launches)) == {0, 1}
+    (row.sum() + col.sum()).backward()
+    x, y = (z.detach().double().requires_grad_() for z in (q, k))
+    scores = SCALE * x @ y.T
+    (scores.logsumexp(1).sum() + scores.logsumexp(0).sum()).backward()
+    torch.testing.assert_close(row, scores.logsumexp(1).float(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(col, scores.logsumexp(0).float(), rtol=1e-5, atol=1e-4)
+    for a, b in ((q.grad, x.grad), (k.grad, y.grad)):
+        assert a is not None and b is not None
+        assert float((a.double() - b).abs().max()) <= 2**-6 * float(b.abs().max())
+
+
+def marks_of(launches: list[Launch]) -> list[int]:
+    """Of the last fast launch."""
+    last = [launch for launch in launches if name_of_launch(launch) == "forward_tiles"][-1]
+    return [int(x) for x in last.arguments["marks"][: last.grid[0] * last.grid[1]]]

@@ -255,6 +255,48 @@ def test_weights_at_the_limit() -> None:
                 assert paths.far == 0
 
 
+@pytest.mark.parametrize("scale", [7.0, 0.3])
+def test_a_row_and_a_column_without_any_pair(scale: float) -> None:
+    """Their log-sum-exps are -inf, and all others and the gradients are as without them."""
+    q, k = (x.requires_grad_() for x in pair())
+    found = []
+    for query_ids, key_ids in (
+        (torch.where(torch.arange(N) == 3, 1, 0), torch.ones(N, dtype=torch.long)),
+        (torch.ones(N, dtype=torch.long), torch.where(torch.arange(N) == 3, 1, 0)),
+    ):
+        ours = in_kernels({"query_ids": query_ids, "key_ids": key_ids}, kind="ieee")(q, k, torch.tensor(scale))
+        row = query_ids[3] == 1 and query_ids[0] == 0
+        assert ours[0 if row else 1][3] == -torch.inf
+        keep = torch.arange(N) != 3
+        values = [ours[0][keep], ours[1]] if row else [ours[0], ours[1][keep]]
+        scores = scale * (q[keep] if row else q).double() @ (k if row else k[keep]).double().T
+        true = [scores.logsumexp(1), scores.logsumexp(0)]
+        for a, b in zip(values, true, strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=1e-6, atol=1e-6)
+        weights = [torch.linspace(-1, 1, len(x)) for x in values]
+        found.append([torch.autograd.grad(values, [q, k], weights), torch.autograd.grad(true, [q, k], weights)])
+    for grads, expected in found:
+        for a, b in zip(grads, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("config", [Config(64, 32, 16, 4, 2), Config(128, 32, 16, 8, 2)], ids=str)
+def test_gradient_of_the_scale_of_other_tiles(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums of both launches, of which the careful one has more and lower tiles."""
+    monkeypatch.setattr(triton_launch, "config_for", lambda *_, **__: config)
+    q, k = numbers(256, 16, seed=1, kind="ieee"), numbers(256, 16, seed=2, kind="ieee")
+    grads = []
+    ways: list[tuple[torch.dtype, dict[str, Any]]] = [
+        (torch.float32, {"backend": "triton"}),
+        (torch.float64, {"backend": "dense"}),
+    ]
+    for dtype, how in ways:
+        scale = torch.tensor(7.0, dtype=dtype, requires_grad=True)
+        ct.clip_loss(q.to(dtype), k.to(dtype), scale, **how).backward()
+        grads.append(scale.grad)
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-6, check_dtype=False)
+
+
 # --- chunks -------------------------------------------------------------------------------------------------------
 
 
