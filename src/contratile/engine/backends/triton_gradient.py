@@ -221,8 +221,8 @@ def gradient_tiles(
             if col_limit is not None:
                 share = tl.where(dots <= tl.load(col_limit + at_col)[None, :], share, 0.0)
             g += share
-        if CAREFUL:  # an excluded row may have a log-sum-exp as low as the excluded scores
-            g = tl.where(dots == LOWEST, 0.0, g)
+    if CAREFUL:  # also where a tiny scale, or a log-sum-exp of nothing, brings excluded scores near
+        g = tl.where(dots == LOWEST, 0.0, g)
     if sums is not None:
         weighed = whole_sum(g * dots, DOWN, PAIR, ACROSS, BLOCK_M, BLOCK_N)
         if RISING:

@@ -38,7 +38,7 @@ def test_scores_that_kernels_kept_are_not_read_by_torch(
     q, k = numbers(70, 16, seed=1, kind="ieee"), numbers(70, 16, seed=2, kind="ieee")
     how: dict[str, Any] = {"tile": 16, "group": None, "cache_bytes": 1 << 20, **options}
     under_way = [x.clone().requires_grad_() for x in (q, k)]
-    later = ct.clip_loss(*under_way, 7.0, **how)
+    later = ct.clip_loss(under_way[0], under_way[1], 7.0, **how)
     monkeypatch.setattr(Launch, "run", fail)
     got = run(lambda *x: ct.clip_loss(*x, **how), q, k, SCALE)
     true = run(lambda *x: ct.clip_loss(*x, **how | {"backend": "torch"}), q, k, SCALE)
@@ -55,7 +55,8 @@ def test_gradient_of_a_small_scale_beside_a_bias(n: int, scale: float) -> None:
     q, k = numbers(n, 8, seed=1, kind="ieee", norm=30.0), numbers(n, 8, seed=2, kind="ieee", norm=30.0)
 
     def loss(how: dict[str, Any], q: Tensor, k: Tensor, s: Tensor) -> Tensor:
-        return ct.siglip_loss(q, k, s, -10.0, **how)
+        value: Tensor = ct.siglip_loss(q, k, s, -10.0, **how)
+        return value
 
     got = run(lambda *x: loss(HOW, *x), q, k, torch.tensor(scale))
     dense: dict[str, Any] = {"backend": "dense", "group": None}
