@@ -176,9 +176,14 @@ def fold_of(arch: Arch, kind: str, config: Config) -> Fold:
     return Fold(down, 2, max(1, min(warps // down, n // 8)))
 
 
-def careful_config(arch: Arch, config: Config) -> Config:
-    """Careful launches keep more in registers, so their tiles are low. Only mma.sync takes fewer than 64 rows."""
+def careful_config(arch: Arch, config: Config, *, forward: bool = False) -> Config:
+    """Careful launches keep more in registers, so their tiles are low. Only mma.sync takes fewer than 64 rows.
+
+    Forward on sm_90 what 64 rows keep fits into the registers of eight warps, with short steps of features.
+    """
     rows = 32 if arch in (80, 86, 89, 120) else 64
+    if forward and arch == 90 and config.d > 32:
+        config = config._replace(d=32, warps=8)
     return config._replace(m=min(config.m, rows), registers=255 if isinstance(arch, int) else 256)
 
 

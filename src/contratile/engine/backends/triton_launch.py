@@ -254,8 +254,9 @@ class KernelCall:
         """The arguments of the careful launches: log-sum-exps and other statistics apart, to keep registers free."""
         other = [f"{side}_{name}" for side in ("row", "col") for name in ("higher", "equal", "sums", "counts")]
         totals = [f"{side}_{name}" for side in ("row", "col") for name in ("level", "total")]
-        config = careful_config(self.device.arch, self.forward)
-        arguments = arguments | {"CAREFUL": True, "RISING": True, "BLOCK_M": config.m} | self._fold(config)
+        config = careful_config(self.device.arch, self.forward, forward=True)
+        arguments = arguments | {"CAREFUL": True, "RISING": True} | self._fold(config)
+        arguments |= {"BLOCK_M": config.m, "BLOCK_D": config.d}
         yield arguments | dict.fromkeys(other) | {"SUMS": ""}
         if any(arguments[name] is not None for name in other):
             yield arguments | dict.fromkeys(totals) | {"cache": None}

@@ -115,7 +115,7 @@ def forward_launches(call: KernelCall, row: SideParts, col: SideParts) -> Iterat
     }
     yield from call.bounds(config, shared)
     fast, careful = call.fast(shared), list(call.careful(shared))
-    options, careful_options = config.options(), careful_config(call.device.arch, config).options()
+    options, careful_options = config.options(), careful_config(call.device.arch, config, forward=True).options()
     for first in range(0, -(-m // config.n), blocks):
         count = min(blocks, -(-m // config.n) - first)
         chosen = [(fast, options), *((arguments, careful_options) for arguments in careful)]
