@@ -4,11 +4,11 @@ import json
 import platform
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from contratile import planner
 from contratile.bench.clock import CpuClock
 from contratile.bench.contestants.family import CASES
 from contratile.bench.contestants.loss import CLIP
@@ -157,20 +157,11 @@ def test_what_fails_or_does_not_fit_is_a_note(monkeypatch: pytest.MonkeyPatch) -
     assert rows["dense"].seconds is None and rows["dense"].note.startswith("out of memory (predicted")
 
 
-@pytest.mark.parametrize("listed", [True, False])
-def test_predictions_come_from_the_planner(listed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    def predict(*args: Any) -> Any:
-        asked.append(args)
-        if not listed:
-            raise ValueError("gpu: expected one of ...")
-        return types.SimpleNamespace(seconds=0.125)
-
-    monkeypatch.setattr(compare, "import_module", lambda name: types.SimpleNamespace(predict=predict))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
-    assert predicted_seconds(GPU, 4096, 512, torch.bfloat16) == (0.125 if listed else None)
-    assert asked == [("NVIDIA H100", 4096, 512, torch.bfloat16)]
+@pytest.mark.parametrize(("name", "listed"), [("NVIDIA H100 80GB HBM3", True), ("Tesla T4", False)])
+def test_predictions_come_from_the_planner(name: str, listed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    expected = planner.predict(name, 4096, 512, torch.bfloat16).seconds if listed else None
+    assert predicted_seconds(GPU, 4096, 512, torch.bfloat16) == expected
     row = Comparison(
         device="cuda:0",
         loss="clip_loss",
@@ -185,17 +176,11 @@ def test_predictions_come_from_the_planner(listed: bool, monkeypatch: pytest.Mon
         peak_extra_mib=1.0,
     )
     made = compare._with_prediction(row, GPU, torch.bfloat16)
-    assert (made.predicted_seconds, made.predicted_by) == ((0.125, MODEL) if listed else (None, ""))
+    assert (made.predicted_seconds, made.predicted_by) == ((expected, MODEL) if listed else (None, ""))
 
 
-def test_there_is_no_prediction_for_a_cpu_or_without_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> Any:
-        raise ImportError(name)
-
-    monkeypatch.setattr(compare, "import_module", missing)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+def test_there_is_no_prediction_for_a_cpu() -> None:
     assert predicted_seconds(torch.device("cpu"), 64, 8, torch.float32) is None
-    assert predicted_seconds(GPU, 64, 8, torch.float32) is None
 
 
 def test_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:

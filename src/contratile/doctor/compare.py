@@ -9,7 +9,6 @@ Contestants are those of `contratile bench`, which measures more carefully and a
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 
 import torch
 
@@ -20,6 +19,7 @@ from contratile.bench.contestants.loss import CLIP, Case, LossContestant, LossFu
 from contratile.bench.harness import GemmLimit, Notify, Turns, describe, interleave, quiet
 from contratile.bench.memory import MiB, no_room
 from contratile.doctor.inputs import dtype_name
+from contratile.planner import predict
 
 SCALE = 14.3
 ROUNDS = 3
@@ -144,7 +144,6 @@ def predicted_seconds(device: torch.device, n: int, d: int, dtype: torch.dtype) 
     if device.type != "cuda":
         return None
     try:
-        planner = import_module("contratile.planner")
-        return float(planner.predict(torch.cuda.get_device_name(device), n, d, dtype).seconds)
-    except (ImportError, ValueError):
+        return predict(torch.cuda.get_device_name(device), n, d, dtype).seconds
+    except ValueError:
         return None
