@@ -100,7 +100,7 @@ def predict(
     dtype: torch.dtype = torch.bfloat16,
     *,
     precision: str | None = None,
-    costs: Costs | Sequence[KernelCost] = SECOND_GENERATION,
+    costs: Costs | Sequence[KernelCost] | None = None,
     workspace: int = WORKSPACE_BYTES,
     assumptions: Assumptions = DEFAULT,
 ) -> Prediction:
@@ -113,7 +113,7 @@ def predict(
         dtype: Of the features.
         precision: How fp32 features are multiplied: "ieee" (default), "tf32" or "tf32x3".
         costs: Instructions and resources of the kernels: a generation, or candidates for both kernels of this kind. The
-            first candidate of each, the default, is used.
+            first candidate of each is used. None: today's kernels.
         workspace: Bytes of the chunk of G.
         assumptions: How much overlaps.
 
@@ -134,6 +134,7 @@ def predict(
     check_count("n", n, least=1)
     check_count("d", d, least=1)
     kind = gpu.kind(kind_of(gpu.arch, dtype, precision))
+    costs = SECOND_GENERATION if costs is None else costs
     pool = costs[gpu.arch] if isinstance(costs, dict) else tuple(costs)
     default = {}  # the first candidate
     for name in ("forward", "gradient"):
