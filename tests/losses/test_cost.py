@@ -108,6 +108,14 @@ def test_a_cache_of_two_thirds_saves_two_thirds_of_a_product() -> None:
     assert meter.flops == (4 * N - 2 * N // 3) * 2 * M * D
 
 
+@pytest.mark.parametrize(("n", "products"), [(512, 3), (513, 4)])
+def test_scores_of_a_mebibyte_are_always_kept(n: int, products: int) -> None:
+    """At small sizes a product costs more than the memory; larger scores are computed again unless asked for."""
+    image, text = (features(n, D, seed=seed).requires_grad_() for seed in (1, 2))
+    meter = measure(lambda a, b: ct.clip_loss(a, b, 5.0), image, text)
+    assert meter.flops == products * 2 * n * n * D
+
+
 def test_one_set_computes_the_upper_triangle_only() -> None:
     query, _, scale = leaves(True, False, True)
     meter = measure(lambda q, s: ct.pair_lse(q, None, s, tile=TILE)[0].sum(), query, scale)

@@ -26,6 +26,10 @@ from contratile.engine.spec import InputGrads, Inputs, PairStats, SideStats, Spe
 from contratile.ring.ring import Ring
 
 
+SMALL = 1 << 20
+"""Scores of up to this many bytes are always kept for the backward pass: less than one tile takes otherwise."""
+
+
 def pair_stats(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     """What `reference.pair_stats` computes, tile by tile, over the keys of all ranks. Arguments are not checked here.
 
@@ -38,8 +42,10 @@ def pair_stats(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     symmetric, own = x.key is None, spec
     if symmetric and spec.cols:
         own = own._replace(rows=True, cols=False)
-    if spec.cache_bytes and not _wants_grad(x):
+    if not _wants_grad(x):
         own = own._replace(cache_bytes=0)
+    elif not torch.compiler.is_compiling() and _is_small(ring, x, spec):
+        own = own._replace(cache_bytes=max(SMALL, spec.cache_bytes))
     if not torch.compiler.is_compiling():
         tensors = _Pairs.apply(ring, own, *x)  # type: ignore[no-untyped-call]  # torch has no types
     elif ring.team.size == 1:
@@ -50,6 +56,11 @@ def pair_stats(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     if symmetric and spec.cols:
         return stats._replace(row=stats.row if spec.rows else SideStats(), col=stats.row)
     return stats
+
+
+def _is_small(ring: Ring, x: Inputs, spec: Spec) -> bool:
+    """Whether all scores fit into SMALL bytes on a CPU, where a product costs more than reading its scores again."""
+    return x.query.is_cpu and spec.tile is None and x.query.shape[0] * sum(ring.sizes) * 4 <= SMALL
 
 
 def _wants_grad(x: Inputs) -> bool:

@@ -107,6 +107,8 @@ class TilePlan:
     def cached_items(self, cache_bytes: int) -> int:
         """Scores in the first tiles that fit into `cache_bytes`."""
         limit, items = cache_bytes // self.itemsize, 0
+        if not self.symmetric and self.n * self.m <= limit:
+            return self.n * self.m
         for tile in self.tiles():
             if tile.end > limit:
                 break
