@@ -25,7 +25,6 @@ from contratile.engine.passes import backward, forward
 from contratile.engine.spec import InputGrads, Inputs, PairStats, SideStats, Spec, Wanted
 from contratile.ring.ring import Ring
 
-
 SMALL = 1 << 20
 """Scores of up to this many bytes are always kept for the backward pass: less than one tile takes otherwise."""
 
