@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from contratile.data import images
+from contratile.data.frames import Frames, framed
 from contratile.data.sample import Broken
 from tests.data.files import encoded, picture
 
@@ -132,7 +133,7 @@ def test_pictures_are_cut_to_size_when_they_are_decoded(mode: str, size: tuple[i
     image = Image.fromarray(pixels[..., 0].astype(np.uint16)) if mode == "I;16" else Image.fromarray(pixels)
     data = encoded(image if mode == "I;16" else image.convert(mode))
     whole = images.stack([images.decode(data, "a")], 8)
-    with images.decode_to(8):
+    with framed(Frames(8)):
         small = images.decode(data, "a")
     assert small.size == (8, 8) and small.mode == "RGB" and torch.equal(images.Squares(8)([small]), whole)
     assert images.decode(data, "a").size == size[::-1], "outside again as it is"
@@ -155,7 +156,7 @@ def test_large_jpegs_are_decoded_in_part(monkeypatch: pytest.MonkeyPatch) -> Non
         file = io.BytesIO()
         image.resize(size).save(file, "JPEG", quality=95)
         whole = images.stack([images.decode(file.getvalue(), "a")], 24)
-        with images.decode_to(24):
+        with framed(Frames(24)):
             part = images.stack([images.decode(file.getvalue(), "a")], 24)
         assert decoded[-2:] == [size, read]
         assert (whole.int() - part.int()).abs().max() <= (4 if read != size else 0)

@@ -1,18 +1,20 @@
 """Turns samples into chunks of prepared inputs: the part of the loader that runs in workers.
 
-maker = ChunkMaker(source, (image_prepare, text_prepare))
-chunk, broken, seen = maker[[4, 7, 1]]             # samples 4, 7 and 1 of an indexed source
+maker = ChunkMaker(source, (image_prepare, text_prepare), Reading(seed=0))
+chunk, broken, seen = maker[Items([4, 7, 1], epoch=0)]        # samples 4, 7 and 1 of an indexed source
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from contratile.data.images import center_square, decode_to
-from contratile.data.sample import Broken, Indexed, Sample, Stream, left_name
+from contratile.data.augment import Augment, AugmentConfig, Strengths
+from contratile.data.frames import Frames, framed
+from contratile.data.sample import Broken, Indexed, Kind, Sample, Stream, left_name, random_numbers
 
 Prepare: TypeAlias = Callable[[list[Any]], Any]
 """Turns images or texts into the inputs of a tower. It is pickled for workers.
@@ -22,12 +24,47 @@ a square of that size when it is decoded. Otherwise all images of a chunk are he
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What is done with samples beside preparing them. The fields are arguments of `Loader`."""
+
+    seed: int = 0
+    augment: AugmentConfig | None = None
+    negatives: int = 0
+    training: bool = True
+    """Choose one of several texts for each epoch and augment. Otherwise the first text, and of two views the first is
+    not augmented."""
+
+    @property
+    def views(self) -> int:
+        return 1 if self.augment is None else self.augment.views
+
+    @property
+    def strengths(self) -> Strengths | None:
+        """How images are augmented, if they are."""
+        wanted = self.augment is not None and self.augment.on and (self.training or self.views > 1)
+        return self.augment.strengths if wanted and self.augment is not None else None
+
+
+class Negatives(NamedTuple):
+    """Hard negatives of a chunk: `count` places for each sample, some of which may be empty."""
+
+    inputs: Any
+    """Prepared inputs of all places, sample by sample. An empty place repeats something else of the chunk."""
+
+    there: Tensor
+    """[n, count] bool: which places are not empty."""
+
+    texts: list[str]
+    """The negatives as texts, place by place; "" for pictures and empty places."""
+
+
 class Chunk(NamedTuple):
     """Pairs that go through the towers together."""
 
     left: Any
     right: Any
-    """Prepared inputs: tensors or dictionaries of tensors."""
+    """Prepared inputs: tensors or dictionaries of tensors. With two views both are images."""
 
     index: Tensor  # type: ignore[assignment]  # hides tuple.index, which is not needed
     """Positions in an indexed source; -1 in a stream."""
@@ -39,44 +76,106 @@ class Chunk(NamedTuple):
     names: list[str]
     """Names of the left sides: equal names mean the same image or text."""
 
+    negatives: Negatives | None = None
+
+
+class Items(NamedTuple):
+    """What a chunk is made of."""
+
+    items: Sequence[Any]
+    """Indices into an indexed source, or records of a stream."""
+
+    epoch: int
+
 
 class ChunkMaker(Dataset[Any]):
     """Reads and prepares the samples of a chunk."""
 
-    def __init__(self, source: Indexed | Stream, prepare: tuple[Prepare, Prepare]) -> None:
-        self.prepare, self.stream = prepare, isinstance(source, Stream)
+    def __init__(self, source: Indexed | Stream, prepare: tuple[Prepare, Prepare], reading: Reading) -> None:
+        self.prepare, self.stream, self.reading = prepare, isinstance(source, Stream), reading
         self.read = source.sample if isinstance(source, Stream) else source.__getitem__
         self.edge: int = getattr(prepare[0], "edge", 0)
+        self.augment = None if reading.strengths is None else Augment(reading.strengths)
+        self.negatives_prepare: Prepare | None = None
+        if reading.negatives:
+            self.negatives_prepare = prepare[negatives_side(source)]
 
-    def __getitem__(self, items: list[Any]) -> tuple[Chunk | None, list[Broken], int]:
+    def __getitem__(self, asked: Items) -> tuple[Chunk | None, list[Broken], int]:
         """Make a chunk from indices of an indexed source, or records of a stream.
 
         Returns:
             The chunk, or None if all items are broken; the broken items; the number of items.
         """
+        items, epoch = asked
         samples: list[Sample] = []
+        views: list[tuple[Any, ...]] = []
         places: list[int] = []
         broken: list[Broken] = []
         for item in items:
             try:
-                samples.append(self._sample(item))
+                sample, seen = self._sample(item, epoch)
+                samples.append(sample)
+                views.append(seen)
                 places.append(-1 if self.stream else item)
             except Broken as error:
                 broken.append(error)
         if not samples:
             return None, broken, len(items)
-        lefts, rights, keys, _ = (list(column) for column in zip(*samples, strict=True))
-        left, right = self.prepare[0](lefts), self.prepare[1](rights)
-        return (
-            Chunk(left, right, torch.tensor(places), keys, rights, [left_name(x) for x in samples]),
-            broken,
-            len(items),
-        )
+        texts = [sample.right for sample in samples]
+        left = self.prepare[0]([seen[0] for seen in views])
+        right = self.prepare[1](texts if self.reading.views == 1 else [seen[1] for seen in views])
+        keys, names = [sample.key for sample in samples], [left_name(sample) for sample in samples]
+        chunk = Chunk(left, right, torch.tensor(places), keys, texts, names, self._negatives(samples, epoch))
+        return chunk, broken, len(items)
 
-    def _sample(self, item: Any) -> Sample:
-        """Read a sample, with its image already at the final size: all images of a chunk are in memory together."""
-        with decode_to(self.edge):
+    def _sample(self, item: Any, epoch: int) -> tuple[Sample, tuple[Any, ...]]:
+        """Read a sample and the views of its left side.
+
+        Images already have their final size: all images of a chunk are in memory together.
+        """
+        reading = self.reading
+        frames = None
+        if self.edge:
+            frames = Frames(
+                self.edge,
+                augment=self.augment,
+                seeds=(reading.seed, epoch),
+                views=reading.views,
+                plain_first=not reading.training,
+            )
+        with framed(frames):
             sample = self.read(item)
-        if self.edge and not isinstance(sample.left, str):  # a source may decode images in its own way
-            sample = sample._replace(left=center_square(sample.left, self.edge))
-        return sample
+        if reading.training and sample.more:
+            choices = sample.right, *sample.more
+            chosen = random_numbers(reading.seed, epoch, sample.key, "text").choice(choices)
+            sample = sample._replace(right=chosen)
+        if frames is None or isinstance(sample.left, str):
+            return sample, (sample.left,) * reading.views
+        views = frames.views_of(sample.left, sample.key)
+        negatives = tuple(
+            x if isinstance(x, str) else frames.views_of(x, f"{sample.key}/{place}")[0]
+            for place, x in enumerate(sample.negatives)
+        )
+        return sample._replace(left=views[0], negatives=negatives), views
+
+    def _negatives(self, samples: list[Sample], epoch: int) -> Negatives | None:
+        count = self.reading.negatives
+        if self.negatives_prepare is None:
+            return None
+        there = torch.zeros(len(samples), count, dtype=torch.bool)
+        found: list[Any] = []
+        for row, sample in enumerate(samples):
+            mine = sample.negatives
+            if len(mine) > count:
+                mine = tuple(random_numbers(self.reading.seed, epoch, sample.key, "negatives").sample(mine, count))
+            there[row, : len(mine)] = True
+            filler = sample.right if self.negatives_prepare is self.prepare[1] else sample.left
+            found += [*mine, *[filler] * (count - len(mine))]
+        texts = [x if here and isinstance(x, str) else "" for x, here in zip(found, there.flatten(), strict=True)]
+        return Negatives(self.negatives_prepare(found), there, texts)
+
+
+def negatives_side(source: Indexed | Stream) -> int:
+    """Which tower encodes the hard negatives of a source: 1, the right one, unless they are pictures beside texts."""
+    kind: Kind | None = getattr(source, "negatives_kind", None)
+    return 0 if kind is not None and kind != source.kinds[1] and kind == source.kinds[0] else 1

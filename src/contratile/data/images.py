@@ -5,17 +5,15 @@
     inputs = normalise(pixels)                             # float, as CLIP expects
 
 Pixels stay uint8 until they are used: a batch of 65,536 images of 224 x 224 takes 9.8 GB that way, 39 GB as floats.
-A file of 80 KB can hold an image of 270 MB, so the loader decodes inside `decode_to(224)`: each image is cropped and
-scaled as soon as it is decoded, and only one at a time is in memory at full size.
+A file of 80 KB can hold an image of 270 MB, so the loader decodes inside `framed(Frames(224))`: each image is cropped
+and scaled as soon as it is decoded, and only one at a time is in memory at full size.
 """
 
 import io
 import os
 import stat
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,6 +22,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
+from contratile.data.frames import Frames, center_square, current_frames
 from contratile.data.sample import Broken
 
 MAX_PIXELS = 1 << 26
@@ -31,10 +30,6 @@ MAX_PIXELS = 1 << 26
 
 MAX_BYTES = 1 << 28
 """Larger files are refused before reading: some decoders read the whole file into memory."""
-
-DRAFT = 3
-"""JPEGs are decoded at 1/2, 1/4 or 1/8 of their size if that is still at least DRAFT times the target size: as good as
-decoding them whole, in a fraction of the time and memory."""
 
 STRIP = 1 << 20
 """Pixels of a transparent image that are composed with white at a time."""
@@ -48,19 +43,6 @@ CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
-_edge: ContextVar[int] = ContextVar("edge", default=0)
-
-
-@contextmanager
-def decode_to(edge: int) -> Iterator[None]:
-    """Context in which `decode` returns squares of this size, as `stack` would crop them; 0: images as they are."""
-    token = _edge.set(edge)
-    try:
-        yield
-    finally:
-        _edge.reset(token)
-
-
 def decode(data: Path | bytes | Image.Image, key: str) -> Image.Image:
     """Decode an image to RGB, with transparent parts on white. Of an animation, the first frame.
 
@@ -71,9 +53,9 @@ def decode(data: Path | bytes | Image.Image, key: str) -> Image.Image:
     Raises:
         Broken: The file cannot be read or decoded, or is too large.
     """
-    edge = _edge.get()
+    frames = current_frames()
     if isinstance(data, Image.Image):
-        return _own(data, edge)
+        return _own(data, key, frames)
     file = io.BytesIO(data) if isinstance(data, bytes) else _opened(data, key)
     try:
         with warnings.catch_warnings(), file:
@@ -81,9 +63,9 @@ def decode(data: Path | bytes | Image.Image, key: str) -> Image.Image:
             with Image.open(file, formats=FORMATS) as image:
                 if image.width * image.height > MAX_PIXELS:
                     raise Image.DecompressionBombError
-                if edge:
-                    image.draft(None, (DRAFT * edge, DRAFT * edge))
-                return _own(image, edge)
+                if frames is not None:
+                    frames.draft(image, key)
+                return _own(image, key, frames, drafted=True)
     except UnidentifiedImageError:
         raise Broken(key, f"not an image in a known format ({', '.join(FORMATS)})") from None
     except Image.DecompressionBombError:
@@ -112,11 +94,11 @@ def _opened(path: Path, key: str) -> BinaryIO:
     return file
 
 
-def _own(image: Image.Image, edge: int) -> Image.Image:
-    """An RGB copy that does not depend on the file, cropped to a square if `edge` is not 0."""
+def _own(image: Image.Image, key: str, frames: Frames | None, *, drafted: bool = False) -> Image.Image:
+    """An RGB copy that does not depend on the file, brought to its size by `frames`."""
     found = _rgb(image)
-    if edge:
-        found = center_square(found, edge)
+    if frames is not None:
+        return frames.frame(found, key, drafted=drafted)
     return found.copy() if found is image else found
 
 
@@ -143,7 +125,7 @@ def _on_white(image: Image.Image) -> Image.Image:
 class Squares:
     """A `prepare` for images: `stack` at a fixed size.
 
-    The loader reads `edge` and decodes images directly to that size.
+    The loader reads `edge` and decodes images directly to that size (`frames`).
 
     Args:
         edge: Height and width in pixels.
@@ -163,19 +145,6 @@ def stack(images: Sequence[Image.Image], size: int) -> Tensor:
         square = center_square(image, size)
         place[:] = np.asarray(square if square.mode == "RGB" else square.convert("RGB"))
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
-
-
-def center_square(image: Image.Image, size: int) -> Image.Image:
-    """Scale the shorter side of an image to `size` and crop the center."""
-    if image.size == (size, size):
-        return image
-    scale = size / min(image.size)
-    width, height = (max(size, round(side * scale)) for side in image.size)
-    left, top = (width - size) // 2, (height - size) // 2
-    # Resize only the part that is kept: scaling up a whole panorama could take gigabytes.
-    box = (left / width, top / height, (left + size) / width, (top + size) / height)
-    part = tuple(share * image.size[i % 2] for i, share in enumerate(box))
-    return image.resize((size, size), Image.Resampling.BICUBIC, box=part)  # type: ignore[arg-type]
 
 
 def normalise(pixels: Tensor, mean: Sequence[float] = CLIP_MEAN, std: Sequence[float] = CLIP_STD) -> Tensor:

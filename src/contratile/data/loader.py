@@ -18,8 +18,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
+from contratile.data.augment import AugmentConfig
 from contratile.data.chunk_maker import Chunk as Chunk
-from contratile.data.chunk_maker import ChunkMaker, Prepare
+from contratile.data.chunk_maker import ChunkMaker, Items, Prepare, Reading
 from contratile.data.order import BatchOrder, ChunkTask, first_items
 from contratile.data.read_ahead import read_ahead
 from contratile.data.sample import Broken, Indexed, Stream
@@ -63,9 +64,15 @@ class Loader:
         epochs: Stop after this many; None: never.
         broken_limit: Broken samples that are tolerated: below 1 a share of the samples read so far (10 are always
             tolerated), otherwise a number.
+        augment: Random changes to images, the same for a seed, epoch and sample. With two views of an image, these
+            are the left and the right side, and the texts are only told (`Chunk.texts`). Evaluation (`ordered`) leaves
+            images as they are, except for the second view.
+        negatives: Places for hard negatives of each sample. Of more, some are chosen for each epoch.
+        samples_per_epoch: Samples in an epoch; 0: all of the source. A stream's epochs get a length by it.
+        training: False takes the first of several texts, and augments nothing but the second of two views.
 
     Attributes:
-        steps_per_epoch: Batches in an epoch of an indexed source; None for a stream.
+        steps_per_epoch: Batches in an epoch; None for a stream without `samples_per_epoch`.
         seen: Samples read so far, including broken ones.
         broken: Number of broken samples by reason.
 
@@ -100,7 +107,16 @@ class Loader:
         shuffle: bool = True,
         epochs: int | None = None,
         broken_limit: float = BROKEN_LIMIT,
+        augment: AugmentConfig | None = None,
+        negatives: int = 0,
+        samples_per_epoch: int = 0,
+        training: bool = True,
     ) -> None:
+        check_count("negatives", negatives, least=0)
+        check_count("samples_per_epoch", samples_per_epoch, least=0)
+        if augment is not None and augment.views == 2 and source.kinds[0] != "image":
+            remedy = "Views are random crops and colours of pictures."
+            bad_value("views", expected="images", got=f"{source.kinds[0]}s of {source.name}", remedy=remedy)
         for name, value in {"batch": batch, "chunk": chunk, "world": world}.items():
             check_count(name, value, least=1)
         check_count("workers", workers, least=0)
@@ -116,20 +132,20 @@ class Loader:
             drop_last=drop_last,
             shuffle=shuffle,
             epochs=epochs,
+            samples=samples_per_epoch,
         )
+        self.reading = Reading(seed=seed, augment=augment, negatives=negatives, training=training)
         self.broken_limit = broken_limit
         self.seen = 0
         self.broken: Counter[str] = Counter()
         self._examples: dict[str, str] = {}
         self._position: dict[str, Any] = {"epoch": 0, "step": 0}
-        self.steps_per_epoch: int | None = None
-        if isinstance(source, Indexed):
-            n = len(source)
-            self.steps_per_epoch = self.order.steps_per_epoch(n)
-            if self.steps_per_epoch == 0:
-                remedy = f"Lower the batch to {n} or less." if n else "Check its name."
-                bad_value("batch", expected=f"at most the {n} samples of {source.name}", got=batch, remedy=remedy)
-        elif batch < world:
+        self.steps_per_epoch = self.order.steps_per_epoch(source)
+        if self.steps_per_epoch == 0:
+            n = samples_per_epoch or len(source)  # type: ignore[arg-type]  # a stream has no 0 without samples_per_epoch
+            remedy = f"Lower the batch to {n} or less." if n else "Check its name."
+            bad_value("batch", expected=f"at most the {n} samples of {source.name}", got=batch, remedy=remedy)
+        if isinstance(source, Stream) and batch < world:
             bad_value("batch", expected=f"at least {world}, one for each rank", got=batch, remedy="Raise the batch.")
 
     @classmethod
@@ -156,7 +172,8 @@ class Loader:
         Returns:
             An iterator over chunks.
         """
-        loader = cls(source, prepare, batch=chunk, chunk=chunk, shuffle=False, epochs=1, drop_last=False, **options)
+        once: dict[str, Any] = {"shuffle": False, "epochs": 1, "drop_last": False, "training": False}
+        loader = cls(source, prepare, batch=chunk, chunk=chunk, **once, **options)
         loader.broken = Counter() if broken is None else broken
         tasks = loader.order.tasks(source, loader._position)
         return (made for _, made in loader._made(first_items(tasks, limit) if limit else tasks) if made is not None)
@@ -196,6 +213,8 @@ class Loader:
         """What must be equal for a position to mean the same."""
         order = self.order
         same: dict[str, Any] = {"source": self.source.name, "seed": order.seed, "shuffle": order.shuffle}
+        if order.samples:
+            same["samples_per_epoch"] = order.samples
         if isinstance(self.source, Stream):
             return {**same, "rank": order.rank, "world": order.world}
         return {**same, "length": len(self.source), "batch": order.batch, "drop_last": order.drop_last}
@@ -229,15 +248,15 @@ class Loader:
         if self.workers and isinstance(self.source, Stream):
             tasks = read_ahead(tasks, 2 * self.workers)
 
-        def items() -> Iterator[list[Any]]:
+        def items() -> Iterator[Items]:
             for task in tasks:
                 waiting.append(task)
-                yield task.items
+                yield Items(task.items, task.epoch)
                 if abandoned:
                     return
 
         loader: DataLoader[Any] = DataLoader(
-            ChunkMaker(self.source, self.prepare),
+            ChunkMaker(self.source, self.prepare, self.reading),
             sampler=items(),
             batch_size=None,
             collate_fn=_unchanged,

@@ -4,10 +4,10 @@
     for task in order.tasks(source, {"epoch": 0, "step": 0}):
         task.items                            # of one chunk
 
-Indexed source: epoch e is one random permutation, global batch b a slice of it, and rank r takes rows r, r + world, ...
-of the slice. So the global batch does not depend on the number of ranks, chunks or workers. Stream: every rank reads
-its own part and takes its share of each batch from there. At the end of its part it starts its next epoch, so that
-ranks with fewer records never make the others wait.
+Indexed source: epoch e is one random permutation (see `mixture` for several sources and epochs of another length),
+global batch b a slice of it, and rank r takes rows r, r + world, ... of the slice. So the global batch does not depend
+on the number of ranks, chunks or workers. Stream: every rank reads its own part and takes its share of each batch from
+there. At the end of its part it starts its next epoch, so that ranks with fewer records never make the others wait.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from contratile.data.sample import Cursor, Indexed, Stream, generator
+from contratile.data.mixture import MixedStream, epoch_order, steps_per_epoch
+from contratile.data.sample import Cursor, Indexed, Stream
 from contratile.errors import bad_value
 
 
@@ -55,10 +56,14 @@ class BatchOrder:
     drop_last: bool = True
     shuffle: bool = True
     epochs: int | None = None
+    samples: int = 0
+    """Samples in an epoch; 0: all of the source."""
 
-    def steps_per_epoch(self, samples: int) -> int:
-        """Batches in an epoch of an indexed source with this many samples."""
-        return samples // self.batch if self.drop_last else -(-samples // self.batch)
+    def steps_per_epoch(self, source: Indexed | Stream) -> int | None:
+        """Batches in an epoch; None for a stream whose epochs were given no length."""
+        if isinstance(source, Indexed):
+            return steps_per_epoch(source, samples=self.samples, batch=self.batch, drop_last=self.drop_last)
+        return self.samples // self.batch if self.samples else None
 
     def tasks(self, source: Indexed | Stream, position: Mapping[str, Any]) -> Iterator[ChunkTask]:
         """Yield the chunks of this rank from a position on: {"epoch", "step"}, for a stream also {"cursor"}."""
@@ -67,10 +72,14 @@ class BatchOrder:
         return self._of_indexed(source, position)
 
     def _of_indexed(self, source: Indexed, position: Mapping[str, Any]) -> Iterator[ChunkTask]:
-        n, first = len(source), int(position["step"])
-        steps = self.steps_per_epoch(n)
+        first, steps = int(position["step"]), self.steps_per_epoch(source)
+        assert steps is not None
         for epoch in self._epochs(position):
-            order = torch.randperm(n, generator=generator(self.seed, epoch)) if self.shuffle else torch.arange(n)
+            order = (
+                epoch_order(source, seed=self.seed, epoch=epoch, samples=self.samples, batch=self.batch)
+                if self.shuffle
+                else torch.arange(len(source))
+            )
             for step in range(first, steps):
                 rows = order[step * self.batch : (step + 1) * self.batch][self.rank :: self.world].tolist()
                 after = {"epoch": epoch, "step": step + 1} if step + 1 < steps else {"epoch": epoch + 1, "step": 0}
@@ -99,6 +108,10 @@ class BatchOrder:
 
     def _stream_items(self, source: Stream, position: Mapping[str, Any]) -> Iterator[_StreamItem]:
         start, seed = position.get("cursor"), self.seed if self.shuffle else None
+        if isinstance(source, MixedStream) and seed is not None:
+            share = len(range(self.rank, self.batch, self.world))
+            for record, cursor in source.endless(seed=seed, part=self.rank, parts=self.world, share=share, start=start):
+                yield _StreamItem(record, min(cursor[1]), cursor)
         for epoch in self._epochs(position):
             found = start is not None
             records = source.records(seed=seed, epoch=epoch, part=self.rank, parts=self.world, start=start)

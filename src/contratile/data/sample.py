@@ -7,6 +7,7 @@ Use `generator` for randomness and `held_out` for splits: both give the same res
 import hashlib
 from collections.abc import Iterator
 from importlib import import_module
+from random import Random
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -35,6 +36,12 @@ class Sample(NamedTuple):
 
     name: str = ""
     """Name of the left side, such as its path. Samples with equal names have the same left side."""
+
+    more: tuple[str, ...] = ()
+    """Further texts that fit the left side. In training, one of `right` and these is chosen for each epoch."""
+
+    negatives: "tuple[Image | str, ...]" = ()
+    """Hard negatives: texts that do not fit the left side, or pictures that do not fit the right side."""
 
 
 class Broken(Exception):
@@ -109,6 +116,11 @@ class Stream(Source, Protocol):
 def generator(*numbers: int) -> torch.Generator:
     """A random generator that is seeded with all the numbers: (seed, epoch, ...)."""
     return torch.Generator().manual_seed(_hash("/".join(map(str, numbers))) >> 1)
+
+
+def random_numbers(*seeds: int | str) -> Random:
+    """Python's random numbers, seeded with all the numbers and names: (seed, epoch, key, ...)."""
+    return Random(_hash("/".join(map(str, seeds))))
 
 
 def held_out(name: str, share: float) -> bool:
