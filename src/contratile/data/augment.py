@@ -23,6 +23,7 @@ from contratile.errors import bad_value, check_choice
 
 Interpolation: TypeAlias = Literal["bicubic", "bilinear", "nearest"]
 Box: TypeAlias = tuple[float, float, float, float]
+COLORS = ("brightness", "contrast", "saturation", "hue")
 TRIES = 10
 """Attempts at a crop that lies inside the image, as in torchvision."""
 
