@@ -6,6 +6,8 @@
 """
 
 import difflib
+import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from contratile.data import shards, tables
 from contratile.data.columns import LeftKind
 from contratile.data.foreign import refuse_commands
 from contratile.data.loader import BROKEN_LIMIT
+from contratile.data.mixture import Batching, mixed
 from contratile.data.rows import Subset, chosen
 from contratile.data.sample import Indexed, Split, Stream
 from contratile.errors import bad_value, check_choice, check_count
@@ -24,10 +27,20 @@ from contratile.errors import bad_value, check_choice, check_count
 class DataConfig:
     """Where pairs come from. The fields are also command-line options."""
 
-    data: str = "icons"
-    """icons, wordnet[:FOLDER], FILE.csv (.tsv .jsonl .parquet), SHARDS-{00..99}.tar, pipe:COMMAND, hf:NAME[:CONFIG]"""
+    data: str | tuple[str, ...] = "icons"
+    """icons, wordnet[:FOLDER], FILE.csv (.tsv .jsonl .parquet), SHARDS-{00..99}.tar, pipe:COMMAND, hf:NAME[:CONFIG],
+    a folder of images; several of them are mixed"""
 
-    test_data: str = ""
+    data_weights: tuple[float, ...] = ()
+    """Share of each of several sources in the pairs that are trained on; without it by their lengths."""
+
+    batching: Batching = "mixed"
+    """mixed: the pairs of a batch come from all sources; homogeneous: each batch comes from one source."""
+
+    samples_per_epoch: int = 0
+    """Pairs in an epoch; 0: all. Shards and streams need it for options that are given in epochs."""
+
+    test_data: str | tuple[str, ...] = ""
     """Separate data for evaluation, named in the same way; without it a share of `data` is held out."""
 
     left: str = ""
@@ -38,6 +51,12 @@ class DataConfig:
 
     left_kind: LeftKind = "auto"
     """What the left column holds; auto: inferred from the first row."""
+
+    negatives: tuple[str, ...] = ()
+    """Columns of hard negatives, texts or images; without it those called negative, negative_1, hard_negatives ..."""
+
+    num_negatives: int | None = None
+    """Hard negatives per pair; of more, some are chosen for each epoch. 0: use none. Not given: as in the first row."""
 
     root: Path | None = None
     """Folder of a table's images; paths out of it are refused. Without it paths are relative to the table."""
@@ -64,9 +83,9 @@ class DataConfig:
     """Processes that decode and prepare samples; 0: the training process does."""
 
     def __post_init__(self) -> None:
-        for name in filter(None, (self.data, self.test_data)):
+        for name in (*self.names, *self.test_names):
             _entry(name)
-        if not self.data:
+        if not self.names:
             bad_value("data", expected="the name of a data source", got="''", remedy=f"There are {_listed()}.")
         if not 0 <= self.test_share < 1:
             remedy = "0.1 holds out a tenth."
@@ -74,13 +93,52 @@ class DataConfig:
         if not self.broken_limit >= 0:
             remedy = "0.01 tolerates one in a hundred, 500 that many, 0 none."
             bad_value("broken_limit", expected="0 or more", got=self.broken_limit, remedy=remedy)
-        if self.streaming and not any(name.startswith("hf:") for name in (self.data, self.test_data)):
+        if self.streaming and not any(name.startswith("hf:") for name in (*self.names, *self.test_names)):
             remedy = "Drop it: tables are local files, and shards are always streamed."
             bad_value("streaming", expected="a Hugging Face dataset (hf:...)", got=repr(self.data), remedy=remedy)
+        self._check_mixture()
         check_count("limit", self.limit, least=0)
+        check_count("samples_per_epoch", self.samples_per_epoch, least=0)
+        if self.num_negatives is not None:
+            check_count("num_negatives", self.num_negatives, least=0)
+            if self.negatives and self.num_negatives == 0:
+                bad_value("num_negatives", expected="at least 1 with --negatives", got=0, remedy="Drop one of them.")
         check_count("image_size", self.image_size, least=1)
         check_count("workers", self.workers, least=0)
         check_choice("left_kind", self.left_kind, ("auto", "image", "text"))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the sources to train on."""
+        return _names(self.data)
+
+    @property
+    def test_names(self) -> tuple[str, ...]:
+        """The names of separate sources for evaluation."""
+        return _names(self.test_data)
+
+    def _check_mixture(self) -> None:
+        check_choice("batching", self.batching, ("mixed", "homogeneous"))
+        count = len(self.names)
+        if len(set(self.names)) < count:
+            remedy = "Name each source once; --data-weights sets its share."
+            bad_value("data", expected="different sources", got=", ".join(self.names), remedy=remedy)
+        if count == 1 and (self.data_weights or self.batching != "mixed"):
+            what = "data_weights" if self.data_weights else "batching"
+            bad_value(what, expected="several sources", got="one", remedy="Name them: --data A B.")
+        if self.data_weights:
+            if len(self.data_weights) != count:
+                remedy = "Give one weight to each source of --data."
+                bad_value("data_weights", expected=f"{count} numbers", got=len(self.data_weights), remedy=remedy)
+            if not all(0 < weight < math.inf for weight in self.data_weights):
+                remedy = "Drop sources that should not be used."
+                bad_value("data_weights", expected="positive numbers", got=self.data_weights, remedy=remedy)
+        if count > 1 and self.limit:
+            bad_value("limit", expected="one source", got=f"{count} sources", remedy="Use --samples-per-epoch.")
+
+
+def _names(given: str | tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(filter(None, (given,) if isinstance(given, str) else given))
 
 
 def open_source(config: DataConfig, split: Split) -> Indexed | Stream:
@@ -99,18 +157,26 @@ def open_source(config: DataConfig, split: Split) -> Indexed | Stream:
         ImportError: A package for this kind of data is missing.
     """
     check_choice("split", split, ("train", "test"))
-    name = config.test_data if split == "test" and config.test_data else config.data
-    # With separate test data, nothing is held out.
-    source = _entry(name).open(config, name, split, None if config.test_data else config.test_share)
-    if isinstance(source, Indexed) and len(source) == 0:
-        remedy = "Change the held-out share (--test-share), or pass --test-data."
-        bad_value(f"{split} split of {name}", expected="at least one pair", got="none", remedy=remedy)
+    names = config.test_names if split == "test" and config.test_names else config.names
+    sources = [_open(config, name, split) for name in names]
+    training = {"weights": config.data_weights, "batching": config.batching} if split == "train" else {}
+    source = mixed(sources, **training)  # type: ignore[arg-type]  # one dict for two types
     if split == "train" and config.limit:
+        name = names[0]
         if not isinstance(source, Indexed):
             remedy = "Name fewer shards, or set --steps."
             bad_value("limit", expected="data with a length", got=name, remedy=remedy)
         if config.limit < len(source):
             return Subset(source, chosen(len(source), config.limit))
+    return source
+
+
+def _open(config: DataConfig, name: str, split: Split) -> Indexed | Stream:
+    # With separate test data, nothing is held out.
+    source = _entry(name).open(config, name, split, None if config.test_names else config.test_share)
+    if isinstance(source, Indexed) and len(source) == 0:
+        remedy = "Change the held-out share (--test-share), or pass --test-data."
+        bad_value(f"{split} split of {name}", expected="at least one pair", got="none", remedy=remedy)
     return source
 
 
@@ -143,6 +209,8 @@ def _table(config: DataConfig, name: str, split: Split, share: float | None) -> 
         left=config.left,
         right=config.right,
         left_kind=config.left_kind,
+        negatives=config.negatives,
+        num_negatives=config.num_negatives,
         root=config.root,
         test_share=share,
     )
@@ -150,6 +218,12 @@ def _table(config: DataConfig, name: str, split: Split, share: float | None) -> 
 
 def _shards(config: DataConfig, name: str, split: Split, share: float | None) -> Stream:
     return shards.Shards(name, split, left=config.left, right=config.right, test_share=share)
+
+
+def _folder(config: DataConfig, name: str, split: Split, share: float | None) -> Indexed:
+    from contratile.data.folder import ImageFolder
+
+    return ImageFolder(Path(name), split, test_share=share)
 
 
 def _hub(config: DataConfig, name: str, split: Split, share: float | None) -> Indexed | Stream:
@@ -162,6 +236,8 @@ def _hub(config: DataConfig, name: str, split: Split, share: float | None) -> In
         left=config.left,
         right=config.right,
         left_kind=config.left_kind,
+        negatives=config.negatives,
+        num_negatives=config.num_negatives,
         root=config.root,
         streaming=config.streaming,
         test_share=share,
@@ -188,6 +264,12 @@ SOURCES = (
         "a Hugging Face dataset, from the hub or a folder; Parquet",
         lambda name: name.startswith("hf:") or name.endswith(".parquet"),
         _hub,
+    ),
+    Entry(
+        "FOLDER/",
+        "a folder of images, with class folders or without",
+        lambda name: name.endswith(("/", os.sep)) or Path(name).is_dir(),
+        _folder,
     ),
 )
 

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from contratile.data.augment import Augment, AugmentConfig, Strengths
 from contratile.data.frames import Frames, framed
-from contratile.data.sample import Broken, Indexed, Kind, Sample, Stream, left_name, random_numbers
+from contratile.data.sample import Broken, Indexed, Sample, Stream, left_name, random_numbers, traits_of
 
 Prepare: TypeAlias = Callable[[list[Any]], Any]
 """Turns images or texts into the inputs of a tower. It is pickled for workers.
@@ -177,5 +177,5 @@ class ChunkMaker(Dataset[Any]):
 
 def negatives_side(source: Indexed | Stream) -> int:
     """Which tower encodes the hard negatives of a source: 1, the right one, unless they are pictures beside texts."""
-    kind: Kind | None = getattr(source, "negatives_kind", None)
+    kind = traits_of(source).negatives
     return 0 if kind is not None and kind != source.kinds[1] and kind == source.kinds[0] else 1

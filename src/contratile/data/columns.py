@@ -1,17 +1,19 @@
-"""Selects the two columns of a table that form the pairs, and turns rows into samples."""
+"""Selects the columns of a table that form the pairs and their hard negatives, and turns rows into samples."""
 
 import difflib
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from PIL.Image import Image as PILImage
 
 from contratile.data.images import SUFFIXES, decode
-from contratile.data.sample import Broken, Kind, Kinds, Sample, usable_text
+from contratile.data.sample import Broken, Kind, Kinds, Sample, Traits, usable_text, usable_texts
 from contratile.errors import bad_value
 
 LEFTS = (
@@ -23,6 +25,9 @@ RIGHTS = (
     *("name", "label"),
 )
 """Column names that are recognised automatically, best first."""
+
+NEGATIVE = re.compile(r"(hard_?)?neg(ative)?s?[_-]?\d*", re.IGNORECASE)
+"""Names of columns that are recognised as hard negatives: negative, negative_1, hard_negatives, neg ..."""
 
 LeftKind: TypeAlias = Literal["auto", "image", "text"]
 
@@ -40,6 +45,10 @@ class Columns:
     confined: bool = False
     """Refuse paths that lead out of the base."""
 
+    negatives: tuple[str, ...]
+    """Columns of hard negatives, each with one or a list of them."""
+
+    traits: Traits
     unused: tuple[tuple[str, str], ...] = ()
     """The other columns and what they seem to hold: "text", "image", or "" for anything else."""
 
@@ -50,19 +59,39 @@ class Columns:
 
     def sample(self, row: Mapping[str, Any], key: str) -> Sample:
         """The pair in a row. Raises `Broken` if it cannot be used."""
-        right = usable_text(row.get(self.right), key)
+        right, *more = usable_texts(row.get(self.right), key)
         left = row.get(self.left)
-        if self.kinds[0] == "text":
-            return Sample(usable_text(left, key), right, key)
-        return Sample(self._picture(left, key), right, key, _picture_name(left))
+        picture = self.kinds[0] == "image"
+        return Sample(
+            self._picture(left, key) if picture else usable_text(left, key),
+            right,
+            key,
+            _picture_name(left) if picture else "",
+            more=tuple(more),
+            negatives=tuple(self._negatives(row, key)),
+        )
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """The columns that samples are made of."""
+        return self.left, self.right, *self.negatives
+
+    def _negatives(self, row: Mapping[str, Any], key: str) -> Iterator[Any]:
+        """The hard negatives of a row; empty places are left out."""
+        values = (row.get(name) for name in self.negatives)
+        flat = chain.from_iterable(x if isinstance(x, list | tuple) else (x,) for x in values)
+        for place, value in enumerate(x for x in flat if x is not None and x != ""):
+            picture = self.traits.negatives == "image"
+            yield self._picture(value, f"{key}/{place}") if picture else usable_text(value, key)
 
     def texts(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
         """Yield the usable texts of rows."""
-        names = (self.left, self.right) if self.kinds[0] == "text" else (self.right,)
+        names = [*([self.left] if self.kinds[0] == "text" else []), self.right]
+        names += self.negatives if self.traits.negatives == "text" else ()
         for row in rows:
             for name in names:
                 with suppress(Broken):
-                    yield usable_text(row.get(name), "")
+                    yield from usable_texts(row.get(name), "")
 
     def _picture(self, value: Any, key: str) -> PILImage:
         if isinstance(value, Mapping):  # as Hugging Face datasets store images
@@ -94,6 +123,8 @@ def choose_columns(
     left: str = "",
     right: str = "",
     left_kind: LeftKind = "auto",
+    negatives: Sequence[str] = (),
+    num_negatives: int | None = None,
     base: Path,
     confined: bool = False,
 ) -> Columns:
@@ -105,6 +136,8 @@ def choose_columns(
         left: Column of the left side; empty: the first with a familiar name, or the other of two.
         right: Column of the right side, likewise.
         left_kind: What the left column holds; "auto": inferred from the first row.
+        negatives: Columns of hard negatives; empty: those with a familiar name.
+        num_negatives: Hard negatives per row; 0: use none; None: as many as the first row has.
         base: Folder of relative image paths.
         confined: Refuse paths that lead out of `base`.
 
@@ -112,7 +145,7 @@ def choose_columns(
         ValueError: There is no such column, or none can be chosen.
     """
     names = list(first_row)
-    for option, asked in (("left", left), ("right", right)):
+    for option, asked in (("left", left), ("right", right), *(("negatives", name) for name in negatives)):
         if asked and asked not in names:
             near = difflib.get_close_matches(asked, names, 1)
             remedy = f"Did you mean {near[0]!r}?" if near else f"Name one of them with --{option}."
@@ -128,8 +161,51 @@ def choose_columns(
         remedy = "Name the two columns of the pairs: --left IMAGE_OR_TEXT --right TEXT."
         bad_value(f"columns of {what}", expected="names such as image and caption", got=", ".join(names), remedy=remedy)
     kind: Kind = _kind(first_row.get(left)) if left_kind == "auto" else left_kind
-    unused = tuple((name, _seems(value)) for name, value in first_row.items() if name not in (left, right))
-    return Columns(left=left, right=right, kinds=(kind, "text"), base=base, confined=confined, unused=unused)
+    hard = _negatives(first_row, [left, right], negatives, num_negatives)
+    kinds = {_kind(_first(first_row[name])) for name in hard}
+    if len(kinds) > 1:
+        remedy = "Name the columns of one kind: --negatives COLUMN ..."
+        bad_value(f"hard negatives of {what}", expected="texts or pictures", got="both", remedy=remedy)
+    if kinds == {"image"} and kind == "text":
+        remedy = "Towers that encode them are those of the pairs: drop them with --num-negatives 0."
+        bad_value(f"hard negatives of {what}", expected="texts, as the pairs are", got="pictures", remedy=remedy)
+    count = sum(_length(first_row[name]) for name in hard) if num_negatives is None else num_negatives
+    traits = Traits(
+        several_texts=isinstance(first_row.get(right), list | tuple),
+        negatives=next(iter(kinds), None),
+        negatives_count=count if hard else 0,
+    )
+    unused = tuple((name, _seems(x)) for name, x in first_row.items() if name not in (left, right, *hard))
+    return Columns(
+        left=left,
+        right=right,
+        kinds=(kind, "text"),
+        base=base,
+        confined=confined,
+        negatives=hard,
+        traits=traits,
+        unused=unused,
+    )
+
+
+def _negatives(
+    first_row: Mapping[str, Any], taken: Sequence[str], asked: Sequence[str], number: int | None
+) -> tuple[str, ...]:
+    """The columns of hard negatives: those asked for, else those with a familiar name that hold something."""
+    if number == 0:
+        return ()
+    if asked:
+        return tuple(asked)
+    familiar = [name for name in first_row if name not in taken and NEGATIVE.fullmatch(name)]
+    return tuple(name for name in familiar if _seems(first_row[name]))
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, list | tuple) and value else value
+
+
+def _length(value: Any) -> int:
+    return max(1, len(value)) if isinstance(value, list | tuple) else 1
 
 
 def _familiar(familiar: Sequence[str], names: list[str], taken: str) -> str:
@@ -144,8 +220,7 @@ def _kind(value: Any) -> Kind:
 
 def _seems(value: Any) -> str:
     """What an unused column seems to hold: texts have letters, images are bytes or a path."""
-    if isinstance(value, list | tuple) and value:
-        value = value[0]
+    value = _first(value)
     if isinstance(value, str):
         return _kind(value) if any(map(str.isalpha, value)) else ""
     return "image" if isinstance(value, bytes) or (isinstance(value, Mapping) and "bytes" in value) else ""

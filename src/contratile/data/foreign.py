@@ -1,6 +1,6 @@
 """Names of data that come from a file instead of the user: they may be read, but must not start programs.
 
-    config = load_config(Path("RUN/config.toml"))      # config.data.data is Foreign
+    config = load_config(Path("RUN/config.toml"))      # the names in config.data are Foreign
     open_source(config.data, "test")                   # refuses pipe:COMMAND; DataConfig(data="pipe:...") runs it
 
 Run folders and recipes may come from anyone. `pipe:` is a shell command, and for URLs webdataset starts curl, gsutil

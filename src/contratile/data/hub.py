@@ -31,7 +31,7 @@ class HubTable:
     """An indexed source: rows of a dataset on disk."""
 
     def __init__(self, dataset: Any, columns: Columns, name: str, split: Split, test_share: float | None) -> None:
-        self.name, self.columns, self.kinds = name, columns, columns.kinds
+        self.name, self.columns, self.kinds, self.traits = name, columns, columns.kinds, columns.traits
         self._dataset = dataset
         self._rows = range(len(dataset)) if test_share is None else self._of_split(split, test_share)
 
@@ -61,7 +61,7 @@ class HubStream:
     """A stream of the rows of a dataset. A cursor is the number of rows read."""
 
     def __init__(self, dataset: Any, columns: Columns, name: str, split: Split, test_share: float | None) -> None:
-        self.name, self.columns, self.kinds = name, columns, columns.kinds
+        self.name, self.columns, self.kinds, self.traits = name, columns, columns.kinds, columns.traits
         self._dataset, self._split, self._share = dataset, split, test_share
 
     def records(
@@ -101,6 +101,8 @@ def open_hub(
     left: str = "",
     right: str = "",
     left_kind: LeftKind = "auto",
+    negatives: Sequence[str] = (),
+    num_negatives: int | None = None,
     root: Path | None = None,
     streaming: bool = False,
     test_share: float | None = 0.1,
@@ -113,6 +115,8 @@ def open_hub(
         left: Column of the image or first text; empty: found by common names.
         right: Column of the caption or second text, likewise.
         left_kind: What the left column holds; "auto": inferred from the first row.
+        negatives: Columns of hard negatives; empty: found by common names.
+        num_negatives: Hard negatives per row; 0: none; None: as many as the first row has.
         root: Folder of images that are given as paths, which they must not leave.
         streaming: Read the dataset as a stream instead of storing it.
         test_share: Share of the pairs to hold out if the dataset has no test split; None: nothing.
@@ -130,6 +134,8 @@ def open_hub(
         left=left,
         right=right,
         left_kind=left_kind,
+        negatives=negatives,
+        num_negatives=num_negatives,
         base=root or (Path(name).parent if name.endswith(".parquet") else Path()),
         confined=root is not None,
     )
@@ -196,7 +202,8 @@ def _undecoded(dataset: Any) -> Any:
 def _without_pictures(dataset: Any, columns: Columns) -> Any:
     """Only the columns of the pairs that hold texts or paths, which can be read quickly."""
     strings = isinstance(_first(dataset).get(columns.left), str)
-    return dataset.select_columns([columns.left, columns.right] if strings else [columns.right])
+    names = [*([columns.left] if strings else []), columns.right]
+    return dataset.select_columns(names + (list(columns.negatives) if columns.traits.negatives == "text" else []))
 
 
 def _readable(dataset: Any) -> Iterator[dict[str, Any] | None]:

@@ -19,7 +19,18 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from contratile.data.sample import Broken, Cursor, Indexed, Kind, Kinds, Sample, Stream, generator, random_numbers
+from contratile.data.sample import (
+    Broken,
+    Cursor,
+    Indexed,
+    Kinds,
+    Sample,
+    Stream,
+    Traits,
+    generator,
+    random_numbers,
+    traits_of,
+)
 from contratile.errors import bad_value
 
 Batching: TypeAlias = Literal["mixed", "homogeneous"]
@@ -51,13 +62,17 @@ class _Several:
         self.weights, self.batching = tuple(map(float, weights)), batching
         shares = f" by {':'.join(f'{x:g}' for x in self.weights)}" if weights else ""
         self.name = f"{' + '.join(source.name for source in sources)}{shares}{', homogeneous' * (batching != 'mixed')}"
-        found = {kind for source in sources if (kind := getattr(source, "negatives_kind", None)) is not None}
-        self.negatives_kind: Kind | None = next(iter(found), None)
-        self.negatives_count: int = max(getattr(source, "negatives_count", 0) for source in sources)
-        self.several_texts: bool = any(getattr(source, "several_texts", False) for source in sources)
-        if len(found) > 1:
-            remedy = "Name one kind of columns with --negatives."
+        traits = [traits_of(source) for source in sources]
+        kinds = {each.negatives for each in traits} - {None}
+        if len(kinds) > 1:
+            remedy = "Name the columns of one kind with --negatives."
             bad_value("hard negatives", expected="texts or pictures in all sources", got="both", remedy=remedy)
+        self.traits = Traits(
+            several_texts=any(each.several_texts for each in traits),
+            negatives=next(iter(kinds), None),
+            negatives_count=max(each.negatives_count for each in traits),
+            labelled=all(each.labelled for each in traits),
+        )
 
 
 class Mixture(_Several):
@@ -151,9 +166,7 @@ class IndexedStream:
 
     def __init__(self, source: Indexed) -> None:
         self.source, self.name, self.kinds = source, source.name, source.kinds
-        for name in ("negatives_kind", "negatives_count", "several_texts"):
-            if hasattr(source, name):
-                setattr(self, name, getattr(source, name))
+        self.traits = traits_of(source)
 
     def records(
         self, *, seed: int | None, epoch: int, part: int, parts: int, start: Cursor = None

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from contratile.data.sample import Broken, Indexed, Kinds, Sample, both_texts, generator
+from contratile.data.sample import Broken, Indexed, Kinds, Sample, both_texts, generator, traits_of
 
 
 class Subset:
@@ -16,6 +16,7 @@ class Subset:
     def __init__(self, source: Indexed, places: Sequence[int]) -> None:
         self.source, self.places = source, places
         self.name = f"{source.name}, {len(places)} of {len(source)}"
+        self.traits = traits_of(source)
 
     @property
     def kinds(self) -> Kinds:

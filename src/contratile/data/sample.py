@@ -44,6 +44,28 @@ class Sample(NamedTuple):
     """Hard negatives: texts that do not fit the left side, or pictures that do not fit the right side."""
 
 
+class Traits(NamedTuple):
+    """What else is known about a source. Sources that have something to say have an attribute `traits`."""
+
+    several_texts: bool = False
+    """Samples may have `more` texts."""
+
+    negatives: Kind | None = None
+    """What hard negatives are, if there are any."""
+
+    negatives_count: int = 0
+    """How many hard negatives a sample has, usually."""
+
+    labelled: bool = True
+    """False: the texts are only names of files, nothing to learn from."""
+
+
+def traits_of(source: object) -> Traits:
+    """The traits of a source; the default ones if it has none."""
+    found: Traits = getattr(source, "traits", Traits())
+    return found
+
+
 class Broken(Exception):
     """Raised for a sample that cannot be used; the loader counts it and goes on.
 
@@ -158,8 +180,23 @@ def both_texts(sample: Sample) -> Iterator[str]:
     yield sample.right
 
 
+def usable_texts(value: object, key: str) -> tuple[str, ...]:
+    """One text, or all usable ones of a list of captions. Raises `Broken` if there is none."""
+    if not isinstance(value, list | tuple) or not value:
+        return (usable_text(value, key),)
+    found, fault = [], Broken(key, "empty text")
+    for each in value:
+        try:
+            found.append(usable_text(each, key))
+        except Broken as error:
+            fault = error
+    if not found:
+        raise fault
+    return tuple(dict.fromkeys(found))
+
+
 def usable_text(value: object, key: str) -> str:
-    """A text without surrounding whitespace; of a list of captions, the first. Raises `Broken` if it is unusable."""
+    """A text without surrounding whitespace; of a list of texts, the first. Raises `Broken` if it is unusable."""
     if isinstance(value, list | tuple) and value:
         value = value[0]
     if not isinstance(value, str):

@@ -34,6 +34,7 @@ from contratile.data.sample import (
     in_split,
     need,
     usable_text,
+    usable_texts,
 )
 from contratile.data.tars import grouped
 from contratile.data.workers import shielded
@@ -134,22 +135,24 @@ class Shards:
         left = next((files[ending] for ending in self._lefts if ending in files), None)
         if left is None:
             raise Broken(key, f"no file .{' .'.join(self._lefts)} in the sample")
-        right = self._caption(record)
-        return Sample(decode(left, key) if self.kinds[0] == "image" else _text(left, key), right, key)
+        right, *more = self._captions(record)
+        found = decode(left, key) if self.kinds[0] == "image" else _text(left, key)
+        return Sample(found, right, key, more=tuple(more))
 
     def texts(self) -> Iterator[str]:
         for url in self.urls:
             for record in self._shard(url):
                 with suppress(Broken):
                     if isinstance(record, ShardRecord):
-                        yield self._caption(record)
+                        yield from self._captions(record)
                         if self.kinds[0] == "text":
                             yield str(self.sample(record).left)
 
-    def _caption(self, record: ShardRecord) -> str:
+    def _captions(self, record: ShardRecord) -> tuple[str, ...]:
+        """The caption, or those of a list in the JSON."""
         key, files = record
         if self._ending in files:
-            return _text(files[self._ending], key)
+            return (_text(files[self._ending], key),)
         if "json" in files:
             try:
                 facts = json.loads(files["json"])
@@ -157,7 +160,7 @@ class Shards:
             except (ValueError, TypeError, RecursionError):
                 raise Broken(key, "damaged JSON") from None
             if found is not None:
-                return usable_text(found, key)
+                return usable_texts(found, key)
         raise Broken(key, f"no caption: neither .{self._ending} nor {' or '.join(self._fields)} in .json")
 
 

@@ -10,7 +10,7 @@ or shards for tens of millions of pairs.
 import codecs
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias
@@ -36,6 +36,8 @@ class Table:
         left: Column of the image or first text; empty: found by common names.
         right: Column of the caption or second text, likewise.
         left_kind: What the left column holds; "auto": inferred from the first row.
+        negatives: Columns of hard negatives; empty: found by common names.
+        num_negatives: Hard negatives per row; 0: none; None: as many as the first row has.
         root: Folder of the images, which paths must not leave; None: paths are relative to the table.
         test_share: Share of the pairs in the test split; None: both splits are the whole table.
 
@@ -51,6 +53,8 @@ class Table:
         left: str = "",
         right: str = "",
         left_kind: LeftKind = "auto",
+        negatives: Sequence[str] = (),
+        num_negatives: int | None = None,
         root: Path | None = None,
         test_share: float | None = 0.1,
     ) -> None:
@@ -69,11 +73,13 @@ class Table:
             left=left,
             right=right,
             left_kind=left_kind,
+            negatives=negatives,
+            num_negatives=num_negatives,
             base=root if root is not None else file.parent,
             confined=root is not None,
         )
-        self.kinds = self.columns.kinds
-        used = (self.columns.left, self.columns.right)
+        self.kinds, self.traits = self.columns.kinds, self.columns.traits
+        used = self.columns.used
         self._rows: list[tuple[str, Row | Broken]] = []
         quotes: list[str] = []
         for key, row in chain(head, rows):

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from contratile.data.augment import AugmentConfig
 from contratile.data.catalog import DataConfig
 from contratile.data.files import written_whole
 from contratile.data.foreign import Foreign
@@ -36,7 +37,14 @@ class LossConfig:
     """clip: both directions; infonce: left to right; siglip; ntxent: sides are views; supcon: one class per text."""
 
     dedup: bool = True
-    """Do not use pairs of equal text as negatives of each other (clip, infonce)."""
+    """Do not use pairs of the same id as negatives of each other (clip, infonce)."""
+
+    ids: Literal["auto", "left", "right"] = "auto"
+    """Which pairs have the same id: those of equal left or of equal right side. auto: left if the data has several
+    texts for a left side, else right. The classes of supcon are ids, too."""
+
+    hard_negatives: Literal["all", "own"] = "all"
+    """Hard negatives of the data are compared with all pairs of the batch, or only with their own pair."""
 
     margin: float | None = None
     """Drop negatives whose similarity exceeds that of the positive minus this margin (clip, infonce)."""
@@ -144,6 +152,9 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimiser and its schedule."""
 
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    """Random changes to training images."""
+
     def __post_init__(self) -> None:
         run, loss = self.run, self.loss
         for section in SECTIONS:
@@ -174,8 +185,24 @@ class TrainConfig:
                     remedy = "Drop it, or use --loss clip or infonce."
                     bad_value(name, expected=f"none with --loss {loss.loss}", got=getattr(loss, name), remedy=remedy)
 
+        if self.augment.views == 2:
+            if loss.loss not in ("ntxent", "supcon"):
+                remedy = "Pass --loss ntxent; supcon also uses the classes."
+                bad_value("views", expected=f"1 with --loss {loss.loss}", got=2, remedy=remedy)
+            if run.queries:
+                remedy = "Search with pictures afterwards: contratile search RUN PICTURE."
+                bad_value(
+                    "queries",
+                    expected="none with --views 2, which trains no text encoder",
+                    got=len(run.queries),
+                    remedy=remedy,
+                )
+        if self.data.negatives and loss.loss not in ("clip", "infonce"):
+            remedy = "Drop it, or use --loss clip or infonce."
+            bad_value("negatives", expected=f"none with --loss {loss.loss}", got=self.data.negatives, remedy=remedy)
 
-SECTIONS = ("run", "data", "towers", "loss", "optim")
+
+SECTIONS = ("run", "data", "towers", "loss", "optim", "augment")
 CONFIG = "config.toml"
 """Name of the configuration file in a run's folder."""
 
@@ -219,9 +246,18 @@ def load_config(path: Path, default: TrainConfig | None = None, *, allow_pipe: b
     config = from_dict(given, default or TrainConfig(), where=str(path))
     if allow_pipe:
         return config
-    names = [name for name in ("data", "test_data") if name in given.get("data", {})]
-    foreign = {name: Foreign(getattr(config.data, name), origin=str(path)) for name in names}
+    foreign = {
+        name: _foreign(getattr(config.data, name), path)
+        for name in ("data", "test_data")
+        if name in given.get("data", {})
+    }
     return replace(config, data=replace(config.data, **foreign))  # type: ignore[arg-type]  # Foreign is a str
+
+
+def _foreign(names: str | tuple[str, ...], path: Path) -> str | tuple[str, ...]:
+    if isinstance(names, tuple):
+        return tuple(Foreign(name, origin=str(path)) for name in names)
+    return Foreign(names, origin=str(path))
 
 
 def from_dict(given: Mapping[str, Any], default: TrainConfig, *, where: str) -> TrainConfig:
@@ -247,6 +283,8 @@ def from_dict(given: Mapping[str, Any], default: TrainConfig, *, where: str) -> 
         for name, value in values.items():
             _known(name, tuple(f.name for f in fields(part)), here)
             changes[name] = _convert(f"{here} {name}", value, hints[name], getattr(type(part)(), name))
+        if section == "augment" and "augment" not in values and not part.on:
+            changes["augment"] = "none" if changes.get("views") == 2 else "clip"  # a section turns it on
         with _named(here):
             parts[section] = replace(part, **changes)
     with _named(where):
@@ -281,8 +319,11 @@ _WANTED: dict[Any, tuple[tuple[type, ...], str]] = {
 
 def _convert(what: str, value: Any, hint: Any, default: Any) -> Any:
     """Convert a TOML value to the type of a field."""
-    if get_origin(hint) in (Union, UnionType):  # TOML has no None, so it must be the other type
-        (hint,) = (option for option in get_args(hint) if option is not type(None))
+    if get_origin(hint) in (Union, UnionType):  # TOML has no None, so it must be another type
+        options = [option for option in get_args(hint) if option is not type(None)]
+        # Of several, a list wants a tuple and anything else does not.
+        fitting = [option for option in options if (get_origin(option) is tuple) == isinstance(value, list)]
+        hint = (fitting or options)[0]
     if get_origin(hint) is Literal:
         check_choice(what, value, get_args(hint))
         return value

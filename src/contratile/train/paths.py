@@ -1,7 +1,7 @@
 """Absolute paths in a configuration, so that a run can be resumed and evaluated from any folder.
 
     config = absolute_paths(config)            # pairs.csv becomes /home/me/pairs.csv
-    missing_data(config.data.data)             # the path in it, if nothing is there any more
+    missing_data(config.data.names[0])         # the path in it, if nothing is there any more
 
 Names on the Hugging Face hub, URLs and commands stay as they are.
 """
@@ -32,13 +32,19 @@ def absolute_paths(config: TrainConfig) -> TrainConfig:
         run=replace(run, out=run.out.absolute()),
         data=replace(
             data,
-            data=from_the_same(data.data, absolute_data(data.data)),
-            test_data=from_the_same(data.test_data, absolute_data(data.test_data)),
+            data=_each(data.data),
+            test_data=_each(data.test_data),
             root=data.root and data.root.absolute(),
             cache=data.cache and data.cache.absolute(),
         ),
         towers=replace(towers, towers=absolute_towers(towers.towers)),
     )
+
+
+def _each(names: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    if isinstance(names, tuple):
+        return tuple(from_the_same(name, absolute_data(name)) for name in names)
+    return from_the_same(names, absolute_data(names))
 
 
 def absolute_data(name: str) -> str:
@@ -53,6 +59,8 @@ def absolute_data(name: str) -> str:
         return _absolute(name)
     if is_shards(name) and kind != "pipe":
         return "::".join(_absolute(part, "{}*?[:") if not _ADDRESS.match(part) else part for part in name.split("::"))
+    if name != "icons" and Path(name).is_dir():
+        return f"{_absolute(name)}/"  # the slash says that it is a folder, also once it is gone
     return name
 
 
@@ -81,7 +89,7 @@ def missing_data(name: str) -> str:
         # Check the folder only: shards that are missing in it count as broken samples.
         folder = str(Path(re.split(r"[{*?\[]", name, maxsplit=1)[0] + "x").parent)
         return "" if glob(folder) else folder  # noqa: PTH207  # the folder may be a pattern too
-    return ""
+    return name if name.endswith("/") and not Path(name).is_dir() else ""
 
 
 def missing_towers(name: str) -> str:
