@@ -75,7 +75,7 @@ def _evaluate(options: Any) -> None:
     from contratile.data.catalog import open_source
     from contratile.models.encoding import best_device, encode
     from contratile.report.metric_text import side_names, table
-    from contratile.train.evaluate import TEMPLATES, chance, labelled, not_finite, retrieval, zero_shot
+    from contratile.train.evaluate import TEMPLATES, chance, labelled, neighbors, not_finite, retrieval, zero_shot
     from contratile.train.load import load_run
     from contratile.train.results import left_out
     from contratile.train.setup import check_kinds
@@ -93,7 +93,8 @@ def _evaluate(options: Any) -> None:
     data, split = _data(config.data, options)
     # For "all" pass the data as test data, which is never split.
     source = open_source(*((replace(data, test_data=data.data), "test") if split == "all" else (data, split)))
-    check_kinds(source, towers.kinds)
+    views = config.augment if config.augment.views == 2 else None
+    check_kinds(source, towers.kinds, views=views is not None)
     with Console(stderr=True).status("encoding") as status:
         found = encode(
             towers.to(best_device()),
@@ -101,6 +102,7 @@ def _evaluate(options: Any) -> None:
             chunk=options.chunk,
             limit=options.limit,
             broken_limit=data.broken_limit,
+            augment=views,
             notify=lambda done: status.update(f"encoding: {done:,} pairs"),
         )
     wrong = not_finite(found, towers.kinds)
@@ -108,6 +110,11 @@ def _evaluate(options: Any) -> None:
         remedy = "Evaluate another checkpoint with --weights."
         raise FloatingPointError(f"the weights of step {step} give {wrong}: expected finite numbers. {remedy}")
     metrics = {"step": step, "pairs": len(found.keys), "broken": found.broken, **retrieval(found)}
+    if views is not None:
+        metrics |= neighbors(found)
+    if names and views is not None:
+        remedy = "The run trained on two views of each image; it has no text encoder."
+        bad_value("--classes", expected="a run with texts", got=options.run, remedy=remedy)
     if names:
         rows = labelled(found.texts, names).rows
         metrics |= {"classes": len(names), "classified": len(rows), **zero_shot(towers, found, names, templates)}
@@ -116,7 +123,7 @@ def _evaluate(options: Any) -> None:
         return
     name = source.name.replace("(test", "(all", 1) if split == "all" else source.name
     print(f"{len(found.keys):,} pairs of {printable(name)}{left_out(found)}, weights of step {step}")
-    print(printable("\n".join(table(metrics, chance(found), side_names(source))), lines=True))
+    print(printable("\n".join(table(metrics, chance(found), side_names(source, views=views is not None))), lines=True))
     if names:
         print(f"zero-shot, {len(names):,} classes, {metrics['classified']:,} samples whose text is one of them")
         for k in (1, 5):
@@ -132,10 +139,11 @@ def _data(config: Any, options: Any) -> tuple[Any, Any]:
         config = replace(config, broken_limit=options.broken_limit)
     if options.data is not None:
         given = {name: getattr(options, name) for name in ("data", "left", "right", "root")}
-        return replace(config, test_data="", **given), options.split or "all"
+        alone = {"test_data": "", "data_weights": (), "batching": "mixed", "samples_per_epoch": 0}
+        return replace(config, **alone, **given), options.split or "all"
     split = options.split or "test"
-    name = config.test_data if split == "test" and config.test_data else config.data
-    gone = missing_data(name)
+    names = config.test_names if split == "test" and config.test_names else config.names
+    gone = next(filter(None, map(missing_data, names)), "")
     if gone:
         words = "".join(f" --{side} {getattr(config, side)}" for side in ("left", "right") if getattr(config, side))
         whole = split == "all" or (split == "test" and config.test_data)

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from contratile.data.augment import Augment, AugmentConfig, Strengths
 from contratile.data.frames import Frames, framed
-from contratile.data.sample import Broken, Indexed, Sample, Stream, left_name, random_numbers, traits_of
+from contratile.data.sample import Broken, Indexed, Sample, Source, Stream, left_name, random_numbers, traits_of
 
 Prepare: TypeAlias = Callable[[list[Any]], Any]
 """Turns images or texts into the inputs of a tower. It is pickled for workers.
@@ -175,7 +175,7 @@ class ChunkMaker(Dataset[Any]):
         return Negatives(self.negatives_prepare(found), there, texts)
 
 
-def negatives_side(source: Indexed | Stream) -> int:
+def negatives_side(source: Source) -> int:
     """Which tower encodes the hard negatives of a source: 1, the right one, unless they are pictures beside texts."""
     kind = traits_of(source).negatives
     return 0 if kind is not None and kind != source.kinds[1] and kind == source.kinds[0] else 1

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from contratile.data.augment import AugmentConfig
 from contratile.data.loader import BROKEN_LIMIT, Loader
 from contratile.data.sample import Indexed, Stream
 from contratile.errors import bad_value
@@ -38,6 +39,9 @@ class SourceFeatures(NamedTuple):
     broken: int = 0
     """Samples that were left out because they could not be read."""
 
+    views: bool = False
+    """Whether the right sides are views of the left ones, so that every row has its own."""
+
 
 @torch.no_grad()
 def encode(
@@ -49,6 +53,7 @@ def encode(
     broken_limit: float = BROKEN_LIMIT,
     notify: Callable[[int], object] = lambda done: None,
     kept: Mapping[str, Tensor] = MappingProxyType({}),
+    augment: AugmentConfig | None = None,
 ) -> SourceFeatures:
     """Encode both sides of a data source in evaluation mode.
 
@@ -59,6 +64,8 @@ def encode(
         limit: Encode only the first `limit` pairs; 0 means all.
         broken_limit: How many samples may be unreadable before this raises: below 1 a share, else a number.
         notify: Called with the number of pairs done after every chunk.
+        augment: With two views, the right side is a random view of each image, always the same one; the left side is
+            the image as it is.
         kept: Outputs of locked backbones for the whole source, by side ("left", "right"): they are not computed again.
 
     Returns:
@@ -80,6 +87,7 @@ def encode(
     index, keys, texts, names = [], [], [], []
     broken: Counter[str] = Counter()
     options: dict[str, Any] = {"chunk": chunk, "limit": limit, "broken_limit": broken_limit, "broken": broken}
+    options["augment"] = augment
     try:
         for part in Loader.ordered(source, prepare, **options):
             for side, features in (("left", left), ("right", right)):
@@ -100,7 +108,9 @@ def encode(
     if not keys:
         remedy = f"All {broken.total():,} of {source.name} are broken: {', '.join(broken)}."
         bad_value("data", expected="samples to evaluate on", got="none", remedy=remedy)
-    return SourceFeatures(torch.cat(left), torch.cat(right), torch.cat(index), keys, texts, names, broken.total())
+    views = augment is not None and augment.views == 2
+    sides = torch.cat(left), torch.cat(right)
+    return SourceFeatures(*sides, torch.cat(index), keys, texts, names, broken.total(), views)
 
 
 class Matches(NamedTuple):
@@ -116,7 +126,10 @@ class Matches(NamedTuple):
 
 
 def matches(found: SourceFeatures) -> Matches:
-    """Group the rows of a source by equal left names and by equal texts."""
+    """Group the rows of a source by equal left names and by equal texts; views belong to their own row."""
+    if found.views:
+        rows = torch.arange(len(found.keys))
+        return Matches(rows, rows, torch.stack([rows, rows], 1))
     left: dict[str, tuple[int, int]] = {}  # name -> (position, first row)
     right: dict[str, tuple[int, int]] = {}
     pairs: dict[tuple[int, int], None] = {}
@@ -124,8 +137,8 @@ def matches(found: SourceFeatures) -> Matches:
         left.setdefault(name, (len(left), row))
         right.setdefault(text, (len(right), row))
         pairs[left[name][0], right[text][0]] = None
-    rows = [torch.tensor([row for _, row in side.values()]) for side in (left, right)]
-    return Matches(rows[0], rows[1], torch.tensor(list(pairs)))
+    first = [torch.tensor([row for _, row in side.values()]) for side in (left, right)]
+    return Matches(first[0], first[1], torch.tensor(list(pairs)))
 
 
 def best_device() -> torch.device:

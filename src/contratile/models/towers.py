@@ -83,6 +83,10 @@ class TowerConfig:
     compile: bool = False
     """Run the encoders through torch.compile."""
 
+    keep_outputs: bool = True
+    """Compute the outputs of locked backbones once and keep them. --no-keep-outputs encodes every epoch anew, as
+    augmentation needs it."""
+
     def __post_init__(self) -> None:
         maker, _, name = self.towers.partition(":")
         if maker not in MAKERS or (maker == "tiny") == bool(name):
@@ -206,7 +210,12 @@ class Towers(nn.Module):
 
 
 def build_towers(
-    config: TowerConfig, *, texts: Iterable[str] = (), folder: Path | None = None, bias: bool = False
+    config: TowerConfig,
+    *,
+    texts: Iterable[str] = (),
+    folder: Path | None = None,
+    bias: bool = False,
+    views: bool = False,
 ) -> Towers:
     """Build the towers that a configuration names.
 
@@ -215,6 +224,7 @@ def build_towers(
         texts: Captions on which `tiny` trains its tokenizer.
         folder: A run's folder: a tokenizer saved there by `save_recipe` is used instead of training one.
         bias: Add a learned bias, for SigLIP's loss.
+        views: Both sides are views of an image: one image encoder for both.
 
     Returns:
         Towers on the CPU, in training mode.
@@ -231,7 +241,10 @@ def build_towers(
     maker, _, name = config.towers.partition(":")
     parts = MAKERS[maker](name, config, texts, folder)
     left = Tower(parts[0])
-    right = left if parts[1] is parts[0] else Tower(parts[1])
+    if views and left.kind != "image":
+        remedy = "Use tiny, hf: or open_clip: towers."
+        bad_value("towers", expected="an image encoder for --views 2", got=config.towers, remedy=remedy)
+    right = left if views or parts[1] is parts[0] else Tower(parts[1])
     left.pretrained = right.pretrained = maker in ("hf", "st") or (maker == "open_clip" and ":" in name)
     if config.head == "none":
         if left.width != right.width:

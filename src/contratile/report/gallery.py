@@ -129,7 +129,7 @@ def make_gallery(
 
 def _joined(parts: list[SourceFeatures]) -> SourceFeatures:
     if len(parts) == 1:
-        return parts[0]
+        return parts[0]._replace(views=False)  # search groups views by their texts
     return SourceFeatures(
         torch.cat([part.left for part in parts]),
         torch.cat([part.right for part in parts]),

@@ -14,6 +14,7 @@ from contratile.data.sample import Source
 
 WAYS = ("text_to_image", "image_to_text")
 PICTURES = ("image", "text")
+VIEWS = ("image", "view")
 PAIRWISE = "_pairwise"
 """Suffix of metrics that accept only a row's own other half, where images or texts repeat."""
 
@@ -27,9 +28,11 @@ def columns_of(source: Any) -> Any:
     return getattr(source, "columns", None)
 
 
-def side_names(source: Source) -> Sides:
-    """Names for left and right: image and text, or the two columns of a text-pair table."""
+def side_names(source: Source, *, views: bool = False) -> Sides:
+    """Names for left and right: image and text, the two columns of a text-pair table, or an image and a view of it."""
     columns = columns_of(source)
+    if views:
+        return VIEWS
     if "image" in source.kinds:
         return PICTURES
     if columns is not None:

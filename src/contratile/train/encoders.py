@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contratile.data.sample import Source
+from contratile.data.chunk_maker import negatives_side
+from contratile.data.sample import Source, traits_of
 from contratile.models.locked import kept_outputs
 from contratile.models.towers import LockedTowerHead, Tower, Towers, build_towers, save_recipe
 from contratile.train.config import TrainConfig, to_dict
-from contratile.train.setup import check_kinds, tokenizer_texts
+from contratile.train.setup import check_kinds, negatives_of, tokenizer_texts
 from contratile.train.sharding import shard
 
 SIDES = ("left", "right")
@@ -38,8 +39,9 @@ def shared_towers(
         if main == main_first:
             folder = resumed or (None if main else out)
             bias = config.loss.loss == "siglip"
-            towers = build_towers(config.towers, texts=tokenizer_texts(source), folder=folder, bias=bias)
-            check_kinds(source, towers.kinds)
+            views = config.augment.views == 2
+            towers = build_towers(config.towers, texts=tokenizer_texts(source), folder=folder, bias=bias, views=views)
+            check_kinds(source, towers.kinds, views=views)
             # Files of a run that is resumed are not written again: checkpoints hold their checksum.
             if main and (folder is None or folder.resolve() != out.resolve()):
                 save_recipe(towers, out)
@@ -60,9 +62,12 @@ def locked_outputs(
 ) -> dict[str, Tensor]:
     """Compute the outputs of locked backbones for all training samples, once for all epochs, by side.
 
-    Streams have none: their samples have no number, so they are encoded every time.
+    Streams have none: their samples have no number, so they are encoded every time. So are texts of which one of
+    several is chosen for each epoch, and both sides of a tower that also encodes hard negatives.
     """
     run, found = config.run, {}
+    if not config.towers.keep_outputs or _changing(config, towers, source):
+        return {}
     # The file of outputs is computed again if any of these options changes.
     depends_on = {"seed": run.seed, **{section: to_dict(config)[section] for section in ("data", "towers")}}
     for side in SIDES:
@@ -84,6 +89,14 @@ def locked_outputs(
             if outputs is not None:
                 found[side] = outputs
     return found
+
+
+def _changing(config: TrainConfig, towers: Towers, source: Source) -> bool:
+    """Whether a locked tower encodes something that is not the same in every epoch."""
+    negatives = negatives_of(config, source)
+    encodes_negatives = (towers.left, towers.right)[negatives_side(source)] if negatives else None
+    several = towers.right if traits_of(source).several_texts else None
+    return any(tower is not None and tower.locked for tower in (encodes_negatives, several))
 
 
 def step_encoders(

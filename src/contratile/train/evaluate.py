@@ -81,6 +81,31 @@ def _guessed(positives: Tensor, total: int, k: int) -> float:
     return 1 - missed.mean().item()
 
 
+def neighbors(found: SourceFeatures, block: int = 1024) -> dict[str, float]:
+    """How often the nearest other image has the same text, among images whose text occurs more than once.
+
+    Args:
+        found: Features of a source, from `encode`; the left side is used.
+        block: Images that are compared at a time.
+
+    Returns:
+        `neighbor_top1`, and `neighbor_chance`, what a random neighbour would reach; empty if no text repeats.
+    """
+    known = {text: place for place, text in enumerate(dict.fromkeys(found.texts))}
+    classes = torch.tensor([known[text] for text in found.texts])
+    others = classes.bincount()[classes] - 1
+    asked = torch.nonzero(others).flatten()
+    if not len(asked):
+        return {}
+    right = 0
+    for rows in asked.split(block):  # type: ignore[no-untyped-call]  # torch has no types
+        scores = found.left[rows] @ found.left.T
+        scores[torch.arange(len(rows)), rows] = -torch.inf
+        right += int((classes[scores.argmax(1)] == classes[rows]).sum())
+    chance = float((others[asked] / (len(classes) - 1)).mean())
+    return {"neighbor_top1": right / len(asked), "neighbor_chance": chance}
+
+
 def not_finite(found: SourceFeatures, kinds: tuple[str, str]) -> str:
     """Describe which tower produced NaN or infinite features, and in how many rows; "" if neither did."""
     sides = {"left": found.left, "right": found.right}

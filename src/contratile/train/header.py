@@ -34,6 +34,7 @@ def header(trainer: Trainer) -> list[str]:
     told = [
         ("pairs", f"{_counted(trainer.source)}; held out: {_counted(trainer.held_out)}"),
         *_columns(trainer.source),
+        *_augment(trainer),
         ("towers", _towers(trainer)),
         ("device", f"{trainer.accelerator.device}, {world} process{'es' * (world > 1)}, {run.precision}"),
         ("steps", f"{trainer.steps:,} of {trainer.loader.batch:,} pairs in chunks of {run.chunk:,}{epochs}"),
@@ -55,11 +56,29 @@ def _columns(source: Source) -> list[tuple[str, str]]:
     if columns is None:
         return []
     told = [("columns", f"{columns.left} ({columns.kinds[0]}) and {columns.right} ({columns.kinds[1]})")]
+    if columns.negatives:
+        told.append(("negatives", f"{', '.join(columns.negatives)} ({columns.traits.negatives})"))
     if columns.unused:
         listed = ", ".join(f"{name} ({kind})" if kind else name for name, kind in columns.unused)
         hint = "; --left and --right choose others" if any(kind for _, kind in columns.unused) else ""
         told.append(("not used", f"{listed}{hint}"))
     return told
+
+
+def _augment(trainer: Trainer) -> list[tuple[str, str]]:
+    """How training images are changed; options that do nothing are left out."""
+    config = trainer.config.augment
+    if not config.on:
+        return []
+    strengths = config.strengths
+    told = [f"crops of {strengths.crop_scale[0]:g} to {strengths.crop_scale[1]:g} of the area"]
+    told += [
+        f"{name} {getattr(strengths, name):g}" for name in ("flip", "grayscale", "blur") if getattr(strengths, name)
+    ]
+    if any(strengths.color_jitter):
+        told.append(f"colours {' '.join(f'{x:g}' for x in strengths.color_jitter)}")
+    views = "two views: " if config.views == 2 else ""
+    return [("augment", views + ", ".join(told))]
 
 
 def _towers(trainer: Trainer) -> str:

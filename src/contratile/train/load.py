@@ -72,6 +72,7 @@ def load_run(run: Path, weights: str = "best", *, allow_pipe: bool = False) -> R
         bad_value("towers of the run", expected=f"a model at {gone}", got="nothing", remedy=remedy)
     state, facts = checkpoint.load(folder)
     check_recipe(facts, run)
-    towers = build_towers(config.towers, folder=run, bias=config.loss.loss == "siglip")
+    views = config.augment.views == 2
+    towers = build_towers(config.towers, folder=run, bias=config.loss.loss == "siglip", views=views)
     load_weights(towers, state, folder)
     return Run(towers.eval(), config, facts["step"])

@@ -17,14 +17,15 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from contratile.data.catalog import open_source
+from contratile.data.chunk_maker import negatives_side
 from contratile.data.loader import Batch, Loader
-from contratile.data.sample import Indexed, Stream
+from contratile.data.sample import Indexed, Stream, traits_of
 from contratile.grad_cache import GradCache
 from contratile.losses.normalized import warn_not_normalized
 from contratile.models.encoding import SourceFeatures, encode, to_device
@@ -38,15 +39,23 @@ from contratile.train.claim import Claim
 from contratile.train.config import CONFIG, TrainConfig, load_config, save_config, to_dict
 from contratile.train.divergence import diverged, finite, set_aside_diverged
 from contratile.train.encoders import SIDES, locked_outputs, shared_towers, step_encoders
-from contratile.train.evaluate import not_finite, retrieval
+from contratile.train.evaluate import neighbors, not_finite, retrieval
 from contratile.train.launch import gather_objects, join
-from contratile.train.objective import batch_loss, text_ids
+from contratile.train.objective import batch_loss, pair_facts
 from contratile.train.optim import clamp_scale, learning_rate, load_optimizer, make_optimizer, resolved
 from contratile.train.paths import absolute_paths
 from contratile.train.random_state import random_state, set_random_state
 from contratile.train.results import is_finished
 from contratile.train.resume import check_options, claim_and_find_checkpoint, run_of
-from contratile.train.setup import check_sharding, fit_batch, gallery_has_training, steps_of
+from contratile.train.setup import (
+    check_kept_outputs,
+    check_sharding,
+    check_texts,
+    fit_batch,
+    gallery_has_training,
+    negatives_of,
+    steps_of,
+)
 from contratile.train.sharding import load_model, requested_by_accelerate, sharded_like, whole, without_foreach
 from contratile.train.stopping import signals
 
@@ -110,6 +119,9 @@ class Trainer:
     held_out: Indexed | Stream
     sides: tuple[str, str]
     """Names of the left and the right side of a pair."""
+
+    negatives: int
+    """Hard negatives of each pair."""
 
     loader: Loader
     claim: Claim | None
@@ -184,12 +196,18 @@ class Trainer:
     def _open_data(self) -> None:
         asked, data = self.config.run.batch, self.config.data
         self.source, self.held_out = open_source(data, "train"), open_source(data, "test")
-        self.sides = side_names(self.held_out)
+        self.sides = side_names(self.held_out, views=self.config.augment.views == 2)
+        check_texts(self.source, self.config)
+        check_kept_outputs(self.config, self.source)
+        self.negatives = negatives_of(self.config, self.source)
+        if self.config.loss.ids == "auto":
+            ids: Literal["left", "right"] = "left" if traits_of(self.source).several_texts else "right"
+            self.config = replace(self.config, loss=replace(self.config.loss, ids=ids))
         self.config = fit_batch(self.config, self.source, self.accelerator.num_processes)
         batch = self.config.run.batch
         if batch != asked:
-            pairs = len(self.source)  # type: ignore[arg-type]  # only data with a length limits the batch
-            self.notices.append(f"batch {asked:,} is larger than the {pairs:,} training pairs: using {batch:,}")
+            pairs = data.samples_per_epoch or len(self.source)  # type: ignore[arg-type]  # nothing else limits it
+            self.notices.append(f"batch {asked:,} is larger than the {pairs:,} pairs of an epoch: using {batch:,}")
 
     def _claim_folder(self) -> None:
         self.resumed, self.claim = claim_and_find_checkpoint(self.config.run, self.main)
@@ -211,6 +229,9 @@ class Trainer:
             world=self.accelerator.num_processes,
             workers=data.workers,
             broken_limit=data.broken_limit,
+            augment=self.config.augment,
+            negatives=self.negatives,
+            samples_per_epoch=data.samples_per_epoch,
         )
         self.steps = run.steps or steps_of(run.epochs, self.loader.steps_per_epoch)
         self.searches_training = gallery_has_training(self.config, self.source, self.held_out, self.steps)
@@ -224,10 +245,11 @@ class Trainer:
     def _make_cache(self) -> None:
         run, compiled = self.config.run, self.config.towers.compile
         encoders = step_encoders(self.towers, self.kept, self.accelerator, sharded=self.sharded, compiled=compiled)
-        # Text ids are a third input that passes through, so that they reach the loss with the features.
+        side = negatives_side(self.source)
+        # Ids and masks are a third input that passes through, so that they reach the loss with the features.
         self.cache = GradCache(
-            (*encoders, nn.Identity()),
-            partial(batch_loss, self.config.loss),
+            (*encoders, nn.Identity(), *([encoders[side]] if self.negatives else [])),
+            partial(batch_loss, self.config.loss, swapped=bool(self.negatives) and side == 0),
             chunk_size=run.chunk,
             offload=run.offload,
         )
@@ -380,11 +402,14 @@ class Trainer:
         facts = {"loss": float(loss), "lr": rate, "scale": scale_of(towers), "grad_norm": float(norm)}
         if stats is not None:
             facts |= {"top1": float(stats.row_top1), "mean_rank": float(stats.row_rank)}
-        return {"epoch": batch.epoch, **facts, "pairs": self.config.run.batch}
+        per_epoch = self.loader.steps_per_epoch
+        epoch = self.step // per_epoch if per_epoch else batch.epoch
+        return {"epoch": epoch, **facts, "pairs": self.config.run.batch}
 
-    def _inputs(self, batch: Batch) -> Iterator[tuple[Any, Any, Tensor]]:
-        """The encoder inputs and text ids of each chunk. A locked side has the kept outputs of its backbone."""
-        device = self.accelerator.device
+    def _inputs(self, batch: Batch) -> Iterator[tuple[Any, ...]]:
+        """The encoder inputs and facts of each chunk. A locked side has the kept outputs of its backbone."""
+        device, ids = self.accelerator.device, self.config.loss.ids
+        assert ids != "auto", "resolved when the data was opened"
         for chunk in batch.chunks:
             left, right = (
                 rows_of(self.kept[side], chunk.index, side, self.config.run.out)
@@ -392,7 +417,8 @@ class Trainer:
                 else getattr(chunk, side)
                 for side in SIDES
             )
-            yield *(one_argument(to_device(x, device)) for x in (left, right)), text_ids(chunk.texts)
+            hard = () if chunk.negatives is None else (one_argument(to_device(chunk.negatives.inputs, device)),)
+            yield *(one_argument(to_device(x, device)) for x in (left, right)), pair_facts(chunk, ids), *hard
 
     def evaluate(self) -> tuple[dict[str, float], SourceFeatures | None]:
         """Evaluate retrieval on the held-out data.
@@ -412,7 +438,8 @@ class Trainer:
         if self.main and found is not None:
             wrong = not_finite(found, self.towers.kinds)
             skipped: dict[str, float] = {"skipped": found.broken} if found.broken else {}
-            told = [(wrong, {} if wrong else retrieval(found) | skipped)]
+            near = neighbors(found) if self.config.augment.views == 2 and not wrong else {}
+            told = [(wrong, {} if wrong else retrieval(found) | near | skipped)]
         wrong, metrics = broadcast_object_list(told)[0]
         if wrong:
             raise self._diverged(f"evaluation after step {self.step} found {wrong}")
@@ -420,9 +447,11 @@ class Trainer:
         return metrics, found if self.main else None
 
     def _encode(self, source: Indexed | Stream, kept: dict[str, Tensor] | None = None) -> SourceFeatures:
-        limit = self.config.data.broken_limit
+        options: dict[str, Any] = {"broken_limit": self.config.data.broken_limit, "kept": kept or {}}
+        if self.config.augment.views == 2:
+            options["augment"] = self.config.augment
         with self.accelerator.autocast():
-            return encode(self.towers, source, chunk=self.config.run.chunk, broken_limit=limit, kept=kept or {})
+            return encode(self.towers, source, chunk=self.config.run.chunk, **options)
 
     def save(self) -> None:
         """Save a checkpoint: everything that the next step depends on. All processes call it; the main one writes.

@@ -1,13 +1,13 @@
 """The loss of a training step, chosen by the configuration.
 
-loss, stats, norms = batch_loss(LossConfig(loss="clip"), left, right, text_ids(texts), scale=scale)
+loss, stats, norms = batch_loss(LossConfig(loss="clip"), left, right, pair_facts(chunk, "right"), scale=scale)
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,12 +16,21 @@ from contratile.losses import functional
 from contratile.losses.normalized import typical_norms
 
 if TYPE_CHECKING:
+    from contratile.data.chunk_maker import Chunk
     from contratile.losses.batch_stats import BatchStats
     from contratile.train.config import LossConfig
 
 
 def batch_loss(
-    config: LossConfig, left: Tensor, right: Tensor, ids: Tensor, *, scale: Tensor, bias: Tensor | None = None
+    config: LossConfig,
+    left: Tensor,
+    right: Tensor,
+    facts: Tensor,
+    negatives: Tensor | None = None,
+    *,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    swapped: bool = False,
 ) -> tuple[Tensor, BatchStats | None, Tensor | None]:
     """Compute the configured loss of a batch.
 
@@ -29,15 +38,18 @@ def batch_loss(
         config: Which loss, and its options.
         left: Features of the left sides [n, D].
         right: Features of the right sides [n, D].
-        ids: Text ids [n]: pairs of equal text are not negatives of each other, or one class (supcon).
+        facts: What else is known about the pairs, from `pair_facts`.
+        negatives: Features of the hard negatives [n * count, D], empty places included.
         scale: The learned scale.
         bias: The learned bias; siglip only.
+        swapped: The hard negatives are negatives of the right sides, so that the right sides are the queries (clip).
 
     Returns:
         The loss; the statistics of the batch, where the loss has them; typical norms of both sides, on the device.
     """
     how: dict[str, Any] = {"backend": config.backend, "cache_bytes": config.cache_mib << 20}
-    ids = ids.to(left.device)
+    facts = facts.to(left.device)
+    ids = facts[:, 0].contiguous()
     norms = typical_norms((left, right)) if len(left) else None
     if config.loss == "ntxent":
         return functional.nt_xent(left, right, 1 / scale, **how), None, norms
@@ -49,9 +61,36 @@ def batch_loss(
         return loss, stats, norms
     how |= {"margin": config.margin, "label_smoothing": config.label_smoothing}
     how |= {"ids": ids if config.dedup else None}
+    if negatives is not None:
+        how |= _negatives(config, negatives, facts)
     function = functional.clip_loss if config.loss == "clip" else functional.info_nce
-    loss, stats = function(left, right, scale, return_stats=True, **how)
+    query, key = (right, left) if swapped else (left, right)
+    loss, stats = function(query, key, scale, return_stats=True, **how)
     return loss, stats, norms
+
+
+def _negatives(config: LossConfig, negatives: Tensor, facts: Tensor) -> dict[str, Any]:
+    """Keywords of the loss for hard negatives."""
+    there, ids = (x.contiguous() for x in facts[:, 1:].chunk(2, dim=1))
+    if config.hard_negatives == "own":
+        return {"hard_negatives": negatives.view(*there.shape, -1), "hard_mask": there.bool()}
+    chosen = there.flatten().bool()
+    # Ids of negatives are those of their texts, comparable with the pairs' only if these are of texts too.
+    comparable = config.dedup and config.ids == "right"
+    return {"extra_keys": negatives[chosen], "extra_ids": ids.flatten()[chosen] if comparable else None}
+
+
+def pair_facts(chunk: Chunk, ids: Literal["left", "right"]) -> Tensor:
+    """What a loss has to know about the pairs of a chunk beside their features, as one tensor [n, 1 + 2 * count].
+
+    Each row holds the id of the pair; for each place of its hard negatives, whether it is taken; and the ids of these
+    negatives.
+    """
+    own = text_ids(chunk.texts if ids == "right" else chunk.names).unsqueeze(1)
+    if chunk.negatives is None:
+        return own
+    there = chunk.negatives.there
+    return torch.cat([own, there.long(), text_ids(chunk.negatives.texts).view(there.shape)], dim=1)
 
 
 def text_ids(texts: Sequence[str]) -> Tensor:

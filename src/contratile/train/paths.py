@@ -59,7 +59,7 @@ def absolute_data(name: str) -> str:
         return _absolute(name)
     if is_shards(name) and kind != "pipe":
         return "::".join(_absolute(part, "{}*?[:") if not _ADDRESS.match(part) else part for part in name.split("::"))
-    if name != "icons" and Path(name).is_dir():
+    if name not in ("", "icons") and Path(name).is_dir():
         return f"{_absolute(name)}/"  # the slash says that it is a folder, also once it is gone
     return name
 

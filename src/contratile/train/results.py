@@ -75,7 +75,7 @@ def write_results(trainer: Trainer, outcome: Outcome, notify: Callable[[str], ob
         bad_value("outcome", expected="one of a run that finished just now", got="one without features", remedy=remedy)
     (run / FINISHED).unlink(missing_ok=True)
     training = None if outcome.training is None else (outcome.training, trainer.source)
-    gallery = make_gallery(held_out, source, outcome.step, training)
+    gallery = make_gallery(held_out, source, outcome.step, training)._replace(sides=trainer.sides)
     save_gallery(gallery, run)
     pictures = gallery.kinds[0] == "image"
     found = held_out_rows(gallery, held_out, COLUMNS if pictures else TEXTS)
@@ -90,13 +90,14 @@ def write_results(trainer: Trainer, outcome: Outcome, notify: Callable[[str], ob
     if config.run.large_loss:
         device = trainer.accelerator.device
         notes.append(large_loss_step(held_out.left.shape[1], device=device, notify=notify).sentence)
+    guessed = chance(held_out)
     report = write_report(
         run,
         title=f"{config.towers.towers} on {source.name.partition(' (')[0]}",
         config=to_dict(config),
         history=history(run),
         final=outcome.metrics,
-        chance=chance(held_out),
+        chance=guessed,
         sheet=sheet,
         found=() if pictures else found,
         searched=png(contact_sheet(searched, columns=COLUMNS)) if pictures and searched else b"",
@@ -106,7 +107,9 @@ def write_results(trainer: Trainer, outcome: Outcome, notify: Callable[[str], ob
     files = [f"{GALLERY}.safetensors", f"{GALLERY}.json", report.name, *([path.name] if path else [])]
     with written_whole(run / FINISHED) as draft:
         draft.write_text(json.dumps({"step": outcome.step, "files": files}) + "\n", encoding="utf-8")
-    return Written(report, path, notes, searched, next(iter(queries), "") or example_query(gallery))
+    views = config.augment.views == 2
+    query = gallery.names[0] if views else next(iter(queries), "") or example_query(gallery)
+    return Written(report, path, notes, searched, query)
 
 
 def _notes(trainer: Trainer, held_out: SourceFeatures, gallery: Gallery) -> list[str]:
@@ -118,6 +121,8 @@ def _notes(trainer: Trainer, held_out: SourceFeatures, gallery: Gallery) -> list
         if source.name.startswith("icons")
         else f"Metrics are of {pairs}{left_out(held_out)}."
     ]
+    if config.augment.views == 2:
+        notes.append("Each view is a random crop of an image, whose other images are the candidates.")
     names, texts = len(set(held_out.names)), len(set(held_out.texts))
     if names != len(held_out.keys) or texts != len(held_out.keys):
         counts = ", ".join(f"{n:,} {side}" for n, side in zip((names, texts), gallery.sides, strict=True))

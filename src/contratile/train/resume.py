@@ -19,7 +19,7 @@ from contratile.train.config import RunConfig, TrainConfig, to_dict
 from contratile.train.paths import absolute_towers
 
 # Options of the towers that do not affect the weights of a checkpoint.
-_FREE = ("checkpointing", "compile", "init_scale", "init_bias")
+_FREE = ("checkpointing", "compile", "init_scale", "init_bias", "keep_outputs")
 
 
 def claim_and_find_checkpoint(run: RunConfig, main: bool) -> tuple[Path | None, Claim | None]:
@@ -131,6 +131,8 @@ def _must_agree(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tu
         elif name not in _FREE:
             yield name, before, now["towers"].get(name)
     yield "optimizer", saved["optim"]["optimizer"], now["optim"]["optimizer"]
+    # Checkpoints of earlier versions have no such section, and their runs had one view.
+    yield "views", saved.get("augment", {}).get("views", 1), now["augment"]["views"]
     before, after = saved["loss"]["loss"], now["loss"]["loss"]
     if "siglip" in (before, after):  # only siglip has a learned bias
         yield "loss", before, after

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
-from contratile.data.sample import Indexed, Source
+from contratile.data.sample import Indexed, Source, traits_of
 from contratile.errors import bad_value
 from contratile.report.gallery import MOST
 from contratile.train.config import TrainConfig
@@ -34,19 +34,52 @@ def check_sharding(config: TrainConfig, world: int) -> None:
 
 def fit_batch(config: TrainConfig, source: Source, world: int) -> TrainConfig:
     """Limit the batch to the pairs that the data has, the same number for each process."""
-    if not isinstance(source, Indexed) or config.run.batch <= len(source):
+    pairs = config.data.samples_per_epoch or (len(source) if isinstance(source, Indexed) else config.run.batch)
+    if config.run.batch <= pairs:
         return config
-    batch = len(source) // world * world or len(source)
+    batch = pairs // world * world or pairs
     return replace(config, run=replace(config.run, batch=batch))
 
 
-def check_kinds(source: Source, kinds: tuple[str, str]) -> None:
-    """Refuse towers that do not encode what the data holds."""
-    if tuple(source.kinds) != kinds:
+def check_kinds(source: Source, kinds: tuple[str, str], *, views: bool = False) -> None:
+    """Refuse towers that do not encode what the data holds; with `views`, images alone."""
+    if views and source.kinds[0] != "image":
+        remedy = "Views are random crops and colours of pictures."
+        bad_value("views", expected="data with images", got=" and ".join(source.kinds), remedy=remedy)
+    if not views and tuple(source.kinds) != kinds:
         remedy = "Choose towers for this data: `st:` for text pairs, the others for image-text pairs."
         bad_value(
             "towers", expected=f"encoders of {' and '.join(source.kinds)}", got=" and ".join(kinds), remedy=remedy
         )
+
+
+def check_texts(source: Source, config: TrainConfig) -> None:
+    """Refuse to learn from texts that say nothing: names of files."""
+    views = config.augment.views == 2
+    if not traits_of(source).labelled and not (views and config.loss.loss == "ntxent"):
+        remedy = "Put the images into one folder per class, or pass --loss ntxent --views 2."
+        bad_value("data", expected="texts or classes", got=f"{source.name}, images without", remedy=remedy)
+
+
+def check_kept_outputs(config: TrainConfig, source: Source) -> None:
+    """Refuse augmentation of images whose features are computed only once."""
+    lock = config.towers.lock in ("image", "left", "both")
+    if config.augment.on and lock and config.towers.keep_outputs and isinstance(source, Indexed):
+        expected = "images that are encoded in every epoch"
+        got = f"--lock {config.towers.lock}, which computes their features once"
+        remedy = "Drop --augment to keep the features, or pass --no-keep-outputs to augment and encode every epoch."
+        bad_value("augment", expected=expected, got=got, remedy=remedy)
+
+
+def negatives_of(config: TrainConfig, source: Source) -> int:
+    """How many hard negatives of each sample are used: none with a loss that has no place for them."""
+    traits = traits_of(source)
+    if traits.negatives is None or config.loss.loss not in ("clip", "infonce"):
+        return 0
+    if config.loss.loss == "infonce" and traits.negatives != source.kinds[1]:
+        remedy = "Use --loss clip, which compares texts with images too, or --num-negatives 0."
+        bad_value("negatives", expected=f"{source.kinds[1]}s with --loss infonce", got="images", remedy=remedy)
+    return traits.negatives_count
 
 
 def tokenizer_texts(source: Source) -> Iterator[str]:
@@ -61,7 +94,7 @@ def steps_of(epochs: float, steps_per_epoch: int | None) -> int:
         ValueError: The length of an epoch is not known.
     """
     if steps_per_epoch is None:
-        remedy = "Pass --steps: shards and streams have no known length."
+        remedy = "Pass --steps or --samples-per-epoch: shards and streams have no known length."
         bad_value("steps", expected="a number of steps", got="epochs", remedy=remedy)
     return max(1, round(epochs * steps_per_epoch))
 
