@@ -74,7 +74,7 @@ def _evaluate(options: Any) -> None:
 
     from contratile.data.catalog import open_source
     from contratile.models.encoding import best_device, encode
-    from contratile.report.metric_text import side_names, table
+    from contratile.report.metric_text import neighbor_line, side_names, table
     from contratile.train.evaluate import TEMPLATES, chance, labelled, neighbors, not_finite, retrieval, zero_shot
     from contratile.train.load import load_run
     from contratile.train.results import left_out
@@ -124,6 +124,8 @@ def _evaluate(options: Any) -> None:
     name = source.name.replace("(test", "(all", 1) if split == "all" else source.name
     print(f"{len(found.keys):,} pairs of {printable(name)}{left_out(found)}, weights of step {step}")
     print(printable("\n".join(table(metrics, chance(found), side_names(source, views=views is not None))), lines=True))
+    if line := neighbor_line(metrics):
+        print(line)
     if names:
         print(f"zero-shot, {len(names):,} classes, {metrics['classified']:,} samples whose text is one of them")
         for k in (1, 5):

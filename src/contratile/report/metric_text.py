@@ -89,6 +89,14 @@ def table(metrics: Mapping[str, float], chance: Mapping[str, float], sides: Side
     return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
 
 
+def neighbor_line(metrics: Mapping[str, float]) -> str:
+    """How often an image's nearest neighbour has the same text; "" if that was not measured."""
+    if "neighbor_top1" not in metrics:
+        return ""
+    found, chance = metrics["neighbor_top1"], metrics["neighbor_chance"]
+    return f"nearest other image has the same text: {found:.4f} (chance {chance:.4f})"
+
+
 def of_way(metrics: Mapping[str, float], way: str, ending: str = "") -> dict[str, float]:
     """The metrics of one direction under short names: R@k first, then ranks."""
     mine = {

@@ -51,7 +51,7 @@ class Written(NamedTuple):
     """Results of `config.run.queries`."""
 
     query: str
-    """A text to try with `contratile search`."""
+    """What to try with `contratile search`: a text, or a placeholder for a picture."""
 
 
 def write_results(trainer: Trainer, outcome: Outcome, notify: Callable[[str], object] = lambda text: None) -> Written:
@@ -108,7 +108,7 @@ def write_results(trainer: Trainer, outcome: Outcome, notify: Callable[[str], ob
     with written_whole(run / FINISHED) as draft:
         draft.write_text(json.dumps({"step": outcome.step, "files": files}) + "\n", encoding="utf-8")
     views = config.augment.views == 2
-    query = gallery.names[0] if views else next(iter(queries), "") or example_query(gallery)
+    query = "PICTURE.png" if views else next(iter(queries), "") or example_query(gallery)
     return Written(report, path, notes, searched, query)
 
 
@@ -118,13 +118,13 @@ def _notes(trainer: Trainer, held_out: SourceFeatures, gallery: Gallery) -> list
     pairs = f"{len(held_out.keys):,} held-out pairs of {source.name}"
     notes = [
         f"Metrics are of {pairs}; none of their texts was seen in training."
-        if source.name.startswith("icons")
+        if source.name.startswith("icons") and not held_out.views
         else f"Metrics are of {pairs}{left_out(held_out)}."
     ]
-    if config.augment.views == 2:
-        notes.append("Each view is a random crop of an image, whose other images are the candidates.")
     names, texts = len(set(held_out.names)), len(set(held_out.texts))
-    if names != len(held_out.keys) or texts != len(held_out.keys):
+    if held_out.views:
+        notes.append("The right one for a view, a random crop of an image with random colours, is that image.")
+    elif names != len(held_out.keys) or texts != len(held_out.keys):
         counts = ", ".join(f"{n:,} {side}" for n, side in zip((names, texts), gallery.sides, strict=True))
         notes.append(f"Repeated items count once ({counts}); any matching item counts as a hit.")
     if bool(gallery.trained.any()):
