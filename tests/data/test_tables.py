@@ -319,8 +319,65 @@ def test_columns_that_are_not_used_are_known(tmp_path: Path) -> None:
         "photo_2": "x.jpg",
     }
     file.write_text(json.dumps(row) + "\n")
-    found = table(file, left="anchor", right="positive").columns.unused
-    assert found == (("negative", "text"), ("negative_2", "text"), ("score", ""), ("id", ""), ("photo_2", "image"))
+    found = table(file, left="anchor", right="positive").columns
+    assert found.unused == (("score", ""), ("id", ""), ("photo_2", "image"))
+    assert found.negatives == ("negative", "negative_2")
+    none = table(file, left="anchor", right="positive", num_negatives=0).columns
+    assert none.negatives == () and none.unused[:2] == (("negative", "text"), ("negative_2", "text"))
+
+
+def negatives(file: Path, **options: Any) -> list[tuple[Any, ...]]:
+    found = Table(file, "train", test_share=None, **options)
+    return [found[i].negatives for i in range(len(found))]
+
+
+def test_hard_negatives_of_texts(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    rows: list[dict[str, Any]] = [
+        {"query": "q", "answer": "a", "negative_1": "x", "hard_negatives": ["y", "", None, "z"], "far": "w"},
+        {"query": "r", "answer": "b", "negative_1": None, "hard_negatives": [], "far": "v"},
+        {"query": "s", "answer": "c", "negative_1": " u ", "far": "t"},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert negatives(file) == [("x", "y", "z"), (), ("u",)]
+    assert negatives(file, negatives=["far", "negative_1"]) == [("w", "x"), ("v",), ("t", "u")]
+    assert negatives(file, num_negatives=0) == [(), (), ()]
+    traits = table(file).traits
+    assert (traits.negatives, traits.negatives_count, traits.several_texts) == ("text", 5, False)
+    assert table(file, num_negatives=3).traits.negatives_count == 3
+    texts = set(Table(file, "train", test_share=None).texts())
+    assert {"q", "a", "x", "y", "z", "u"} <= texts and "w" not in texts
+    with pytest.raises(ValueError, match=r"column negatives of pairs.jsonl: expected one of .* got 'near'"):
+        table(file, negatives=["near"])
+
+
+def test_hard_negatives_that_are_pictures(tmp_path: Path) -> None:
+    pictures(tmp_path)
+    file = tmp_path / "pairs.csv"
+    file.write_text("image,caption,negative\n0.png,zero,1.png\n1.png,one,\n1.png,one,gone.png\n")
+    found = Table(file, "train", test_share=None)
+    assert found.traits.negatives == "image" and shade(found[0].negatives[0]) == shade(found[1].left)
+    assert found[1].negatives == ()
+    with pytest.raises(Broken, match="no such file"):
+        found[2]
+    file.write_text("query,answer,negative\nq,a,1.png\n")
+    with pytest.raises(ValueError, match=r"hard negatives of pairs.csv: expected texts, as the pairs are, got pict"):
+        table(file)
+    file.write_text("image,caption,negative,negative_2\n0.png,zero,1.png,text\n")
+    with pytest.raises(ValueError, match=r"hard negatives of pairs.csv: expected texts or pictures, got both"):
+        table(file)
+
+
+def test_several_captions(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    rows = [["one", " two ", "one"], ["three"], ["", None, "four"], ["", 7]]
+    file.write_text("".join(json.dumps({"query": f"q{i}", "captions": x}) + "\n" for i, x in enumerate(rows)))
+    found = Table(file, "train", test_share=None)
+    assert found.traits.several_texts
+    assert [(found[i].right, found[i].more) for i in range(3)] == [("one", ("two",)), ("three", ()), ("four", ())]
+    with pytest.raises(Broken):
+        found[3]
+    assert set(found.texts()) == {"q0", "q1", "q2", "q3", "one", "two", "three", "four"}
 
 
 def test_pictures_are_called_by_their_paths(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_the_dense_figure_is_what_was_measured() -> None:
 def test_the_dense_figure_counts_views(loss: Any, views: int, tmp_path: Path) -> None:
     config = TrainConfig(loss=LossConfig(loss=loss)).loss
     with tracked(
-        tmp_path, steps=1, dense_memory=dense_loss_bytes(4096, views=config.views), console=quiet()
+        tmp_path, steps=1, dense_memory=dense_loss_bytes(4096, views=config.rows_per_pair), console=quiet()
     ) as tracker:
         tracker.step(1, FACTS)
     assert history(tmp_path)[0]["dense_memory"] == 16 * (views * 4096) ** 2

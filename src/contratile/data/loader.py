@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from contratile.data.augment import AugmentConfig
 from contratile.data.chunk_maker import Chunk as Chunk
 from contratile.data.chunk_maker import ChunkMaker, Items, Prepare, Reading
+from contratile.data.mixture import Mixture, drawn
 from contratile.data.order import BatchOrder, ChunkTask, first_items
 from contratile.data.read_ahead import read_ahead
 from contratile.data.sample import Broken, Indexed, Stream
@@ -141,6 +142,12 @@ class Loader:
         self._examples: dict[str, str] = {}
         self._position: dict[str, Any] = {"epoch": 0, "step": 0}
         self.steps_per_epoch = self.order.steps_per_epoch(source)
+        if isinstance(source, Mixture) and source.batching == "homogeneous" and shuffle:
+            counts = drawn(source.lengths, source.weights, samples_per_epoch)
+            for part, count in zip(source.sources, counts, strict=True):
+                if count < batch:
+                    expected = f"at most the {count} pairs of {part.name} in an epoch, with homogeneous batches"
+                    bad_value("batch", expected=expected, got=batch, remedy="Lower it, or raise the source's weight.")
         if self.steps_per_epoch == 0:
             n = samples_per_epoch or len(source)  # type: ignore[arg-type]  # a stream has no 0 without samples_per_epoch
             remedy = f"Lower the batch to {n} or less." if n else "Check its name."

@@ -62,7 +62,7 @@ class LossConfig:
     """Upper limit of the learned scale; it is clamped after every step."""
 
     @property
-    def views(self) -> int:
+    def rows_per_pair(self) -> int:
         """2 if the loss compares both sides of all pairs with each other (ntxent, supcon), else 1."""
         return 2 if self.loss in ("ntxent", "supcon") else 1
 

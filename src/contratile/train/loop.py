@@ -336,9 +336,13 @@ class Trainer:
 
     def _tracker(self) -> Tracker:
         run, loss, processes = self.config.run, self.config.loss, self.accelerator.num_processes
-        dense = dense_loss_bytes(run.batch, views=loss.views)
+        dense = dense_loss_bytes(run.batch, views=loss.rows_per_pair)
         tiled = tiled_loss_bytes(
-            run.batch, self.towers.left.width, processes=processes, views=loss.views, cache_bytes=loss.cache_mib << 20
+            run.batch,
+            self.towers.left.width,
+            processes=processes,
+            views=loss.rows_per_pair,
+            cache_bytes=loss.cache_mib << 20,
         )
         return Tracker(
             run.out,

@@ -134,10 +134,10 @@ def _notes(trainer: Trainer, held_out: SourceFeatures, gallery: Gallery) -> list
         n,
         held_out.left.shape[1],
         processes=trainer.accelerator.num_processes,
-        views=loss.views,
+        views=loss.rows_per_pair,
         cache_bytes=loss.cache_mib << 20,
     )
-    dense = size(dense_loss_bytes(n, views=loss.views))
+    dense = size(dense_loss_bytes(n, views=loss.rows_per_pair))
     if loss.backend == "dense":
         notes.append(f"Every step compared {n:,} pairs with each other; the dense loss took {dense}.")
     else:
