@@ -2,6 +2,7 @@
 
     python -m tests.train.killed_runs FOLDER --signals SIGKILL SIGTERM SIGINT      # at every point of `POINTS`
     python -m tests.train.killed_runs FOLDER --random 100 --workers 2              # at random moments
+    python -m tests.train.killed_runs FOLDER --random 25 --everything              # augmentation, mixed sources ...
 
 The runs are forks of this process, which has imported everything by a run of its own. Each leads a session with its
 loader workers: a signal to the group reaches them too. A killed run is started again by the same command until it is
@@ -35,7 +36,7 @@ from contratile.train import checkpoint, loop, results
 from contratile.train.config import to_toml
 from contratile.train.results import is_finished
 from tests.processes import members, until
-from tests.train.runs import shapes, small
+from tests.train.runs import everything, shapes, small
 
 STEPS = 6
 OPTIONS: dict[str, Any] = {"steps": STEPS, "save_every": 2, "eval_every": 3, "keep": 1}
@@ -147,10 +148,11 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def whole(folder: Path, workers: int) -> dict[str, Any]:
+def whole(folder: Path, workers: int, everything_on: bool = False) -> dict[str, Any]:
     """The run that nobody touches."""
     table = shapes(folder / "shapes")
-    recipe = to_toml(small(table, folder / "unused", **OPTIONS, workers=workers))
+    more = everything(folder / "more") if everything_on else {}
+    recipe = to_toml(small(table, folder / "unused", **OPTIONS, **more, workers=workers))
     (folder / "recipe.toml").write_text(recipe, encoding="utf-8")
     options = ["--config", str(folder / "recipe.toml"), "--workers", "0"]
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
@@ -189,9 +191,9 @@ def points(folder: Path, names: list[str], numbers: list[signal.Signals], worker
     assert "nothing left to do" in (folder / f"{name}.txt").read_text()
 
 
-def at_random(folder: Path, kills: int, workers: int) -> None:
+def at_random(folder: Path, kills: int, workers: int, everything_on: bool) -> None:
     """Signals at random moments, one run after the other, until so many have been sent."""
-    expected = whole(folder, workers)
+    expected = whole(folder, workers, everything_on)
     began = time.monotonic()
     assert ended(start(folder, "usual")) == 0
     usual = time.monotonic() - began
@@ -228,8 +230,9 @@ if __name__ == "__main__":
     parser.add_argument("--signals", nargs="+", default=["SIGKILL"])
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--random", type=int, default=0)
+    parser.add_argument("--everything", action="store_true", help="augmentation, mixed sources, hard negatives")
     given = parser.parse_args()
     if given.random:
-        at_random(given.folder, given.random, given.workers)
+        at_random(given.folder, given.random, given.workers, given.everything)
     else:
         points(given.folder, given.points, [signal.Signals[name] for name in given.signals], given.workers)

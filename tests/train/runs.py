@@ -1,5 +1,6 @@
 """Small runs to test: pictures of coloured shapes with their names, a tiny model, a few steps."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,24 @@ def shapes(folder: Path, *, sizes: int = 3) -> Path:
     table = folder / "pairs.csv"
     table.write_text("\n".join(rows) + "\n", encoding="utf-8")
     return table
+
+
+def everything(folder: Path) -> dict[str, Any]:
+    """Two tables with several captions and hard negatives, and options that use all of it, with augmentation."""
+    shapes(folder)
+    names = sorted(path.name for path in folder.glob("*.png"))
+    for number, table in enumerate((names[:64], names[64:])):
+        rows = []
+        for place, name in enumerate(table):
+            colour, shape, size = name.removesuffix(".png").split("-")
+            captions = [f"{colour} {shape} of size {size}", f"a {shape}, {colour}", f"size {size} {colour}"]
+            hard = [f"{other} {shape}" for other in COLOURS[: place % 4] if other != colour]
+            rows.append({"image": name, "captions": captions, "negatives": hard or ["nothing"]})
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"part-{number}.jsonl").write_text(lines, encoding="utf-8")
+    tables = tuple(str(folder / f"part-{number}.jsonl") for number in (0, 1))
+    augment = {"augment": "simclr", "blur": 0.3}
+    return {"data": tables, "data_weights": (1.0, 2.0), "num_negatives": 2, **augment}
 
 
 def texts(folder: Path) -> Path:
@@ -117,10 +136,12 @@ def small(table: Path, out: Path, **changes: Any) -> TrainConfig:
         TrainConfig(),
         where="test",
     )
+    by_section: dict[str, dict[str, Any]] = {}
     for name, value in changes.items():
         (section,) = (s for s in SECTIONS if hasattr(getattr(config, s), name))
-        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
-    return config
+        by_section.setdefault(section, {})[name] = value
+    # Together: some are only valid beside others.
+    return replace(config, **{s: replace(getattr(config, s), **given) for s, given in by_section.items()})
 
 
 def weights(run: Path) -> dict[str, Tensor]:

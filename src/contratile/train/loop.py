@@ -241,6 +241,11 @@ class Trainer:
         self.kept = locked_outputs(
             self.config, self.towers, self.source, main=self.main, wait=wait, notify=notify, say=say
         )
+        locked = any(tower.locked for tower in (self.towers.left, self.towers.right))
+        if locked and not self.kept and self.config.towers.keep_outputs and isinstance(self.source, Indexed):
+            self.notices.append(
+                "texts or hard negatives change with the epoch: locked towers are encoded in every step"
+            )
 
     def _make_cache(self) -> None:
         run, compiled = self.config.run, self.config.towers.compile

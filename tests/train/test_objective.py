@@ -1,0 +1,82 @@
+"""The loss of a step: options of the configuration, hard negatives, ids."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import contratile as ct
+from contratile.data.chunk_maker import Chunk, Negatives
+from contratile.train.config import LossConfig
+from contratile.train.objective import batch_loss, pair_facts, text_ids
+from tests.helpers import features
+
+N, H, D = 6, 2, 8
+
+
+def chunk(texts: list[str], names: list[str], hard: list[list[str]] | None = None) -> Chunk:
+    negatives = None
+    if hard is not None:
+        there = torch.tensor([[bool(text) for text in row] for row in hard])
+        negatives = Negatives(None, there, [text for row in hard for text in row])
+    return Chunk(None, None, torch.arange(len(texts)), names, texts, names, negatives)
+
+
+TEXTS = ["a", "b", "a", "c", "d", "e"]
+NAMES = ["1", "1", "2", "3", "4", "5"]
+HARD = [["x", "b"], ["", ""], ["y", ""], ["a", "z"], ["", "w"], ["x", "x"]]
+
+
+def parts() -> tuple[Any, ...]:
+    left, right = (features(N, D, seed=seed).requires_grad_() for seed in (1, 2))
+    return left, right, features(N * H, D, seed=3).requires_grad_(), torch.tensor(7.0, requires_grad=True)
+
+
+def test_facts_hold_ids_and_places() -> None:
+    facts = pair_facts(chunk(TEXTS, NAMES, HARD), "right")
+    assert facts.shape == (N, 1 + 2 * H)
+    assert torch.equal(facts[:, 0], text_ids(TEXTS))
+    assert facts[:, 1:3].tolist() == [[int(bool(text)) for text in row] for row in HARD]
+    assert torch.equal(facts[:, 3:], text_ids([text for row in HARD for text in row]).view(N, H))
+    assert torch.equal(pair_facts(chunk(TEXTS, NAMES), "left"), text_ids(NAMES).unsqueeze(1))
+
+
+@pytest.mark.parametrize("loss", ["clip", "infonce"])
+@pytest.mark.parametrize("ids", ["left", "right"])
+@pytest.mark.parametrize("mode", ["all", "own"])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_hard_negatives_reach_the_loss(loss: Any, ids: Any, mode: Any, swapped: bool) -> None:
+    """Against the public functions, called as their documentation says."""
+    left, right, hard, scale = parts()
+    config = LossConfig(loss=loss, ids=ids, hard_negatives=mode)
+    facts = pair_facts(chunk(TEXTS, NAMES, HARD), ids)
+    found, stats, _ = batch_loss(config, left, right, facts, hard, scale=scale, swapped=swapped)
+    there = torch.tensor([[bool(text) for text in row] for row in HARD])
+    options: dict[str, Any] = {"ids": text_ids(TEXTS if ids == "right" else NAMES)}
+    if mode == "own":
+        options |= {"hard_negatives": hard.view(N, H, D), "hard_mask": there}
+    else:
+        options["extra_keys"] = hard[there.flatten()]
+        if ids == "right":
+            options["extra_ids"] = text_ids([text for row in HARD for text in row if text])
+    function = ct.clip_loss if loss == "clip" else ct.info_nce
+    sides = (right, left) if swapped else (left, right)
+    expected, _ = function(*sides, scale, return_stats=True, **options)
+    assert torch.equal(found, expected) and stats is not None
+    inputs = [left, right, hard, scale]
+    for a, b in zip(torch.autograd.grad(found, inputs), torch.autograd.grad(expected, inputs), strict=True):
+        assert torch.equal(a, b)
+    without, _, _ = batch_loss(config, left, right, facts[:, :1], scale=scale)
+    assert not torch.equal(found, without)
+
+
+def test_a_negative_that_is_a_positive_is_spared() -> None:
+    """Row 0 has text a, and a is a hard negative of row 3: with ids of texts it is no negative of row 0."""
+    left, right, hard, scale = parts()
+    facts = pair_facts(chunk(TEXTS, NAMES, HARD), "right")
+    moved = hard.detach().clone()
+    moved[6] = left[0].detach() * 3  # the place of that "a"
+    config = LossConfig(ids="right")
+    blind = LossConfig(ids="right", dedup=False)
+    spared, counted = (batch_loss(x, left, right, facts, moved, scale=scale)[0] for x in (config, blind))
+    assert counted.item() > spared.item() + 0.5
