@@ -69,8 +69,9 @@ class RunConfig:
     batch: int = 4096
     """Pairs in a step, over all processes. The loss compares all of them with each other."""
 
-    chunk: int = 256
-    """Pairs that go through the encoders at a time. Lower it if they run out of memory; results stay the same."""
+    chunk: int | Literal["auto"] = 256
+    """Pairs that go through the encoders at a time. Lower it if they run out of memory; results stay the same. auto:
+    the largest that fits into memory, found by trial before the first step."""
 
     steps: int = 0
     """Steps of the run; 0: use epochs."""
@@ -107,6 +108,10 @@ class RunConfig:
 
     tensorboard: bool = True
     """Write TensorBoard files too, if the package is installed."""
+
+    track: tuple[str, ...] = ()
+    """Further trackers, by the names that accelerate has for them: wandb, trackio, mlflow. They get everything that
+    metrics.jsonl has, and use no network unless their environment variables ask for it."""
 
     cpu: bool = False
     """Use the CPU even if there is an accelerator."""
@@ -150,7 +155,11 @@ class TrainConfig:
             for option, value in vars(getattr(self, section)).items():
                 if isinstance(value, int | float):
                     check_size(option, value)
-        for name in ("batch", "chunk", "keep", "log_every"):
+        if isinstance(run.chunk, str):
+            check_choice("chunk", run.chunk, ("auto",))
+        else:
+            check_count("chunk", run.chunk, least=1)
+        for name in ("batch", "keep", "log_every"):
             check_count(name, getattr(run, name), least=1)
         for name in ("steps", "eval_every", "save_every"):
             check_count(name, getattr(run, name), least=0)
@@ -173,6 +182,9 @@ class TrainConfig:
                 if getattr(loss, name):
                     remedy = "Drop it, or use --loss clip or infonce."
                     bad_value(name, expected=f"none with --loss {loss.loss}", got=getattr(loss, name), remedy=remedy)
+        if "tensorboard" in run.track and not run.tensorboard:
+            remedy = "Drop --no-tensorboard, or tensorboard from --track."
+            bad_value("track", expected="other trackers with --no-tensorboard", got="tensorboard", remedy=remedy)
 
 
 SECTIONS = ("run", "data", "towers", "loss", "optim")
@@ -281,8 +293,13 @@ _WANTED: dict[Any, tuple[tuple[type, ...], str]] = {
 
 def _convert(what: str, value: Any, hint: Any, default: Any) -> Any:
     """Convert a TOML value to the type of a field."""
-    if get_origin(hint) in (Union, UnionType):  # TOML has no None, so it must be the other type
-        (hint,) = (option for option in get_args(hint) if option is not type(None))
+    words: tuple[str, ...] = ()
+    if get_origin(hint) in (Union, UnionType):  # TOML has no None, so it must be one of the other types
+        options = [option for option in get_args(hint) if option is not type(None)]
+        words = tuple(word for option in options if get_origin(option) is Literal for word in get_args(option))
+        if isinstance(value, str) and value in words:
+            return value
+        (hint,) = [option for option in options if get_origin(option) is not Literal] or options
     if get_origin(hint) is Literal:
         check_choice(what, value, get_args(hint))
         return value
@@ -300,7 +317,7 @@ def _convert(what: str, value: Any, hint: Any, default: Any) -> Any:
     if not fits:
         example = f"{what.rpartition(' ')[2]} = {_toml(str(default) if isinstance(default, Path) else default)}"
         remedy = "Check its type." if default is None else f"Write it like {example}."
-        bad_type(what, expected=word, got=_short(value), remedy=remedy)
+        bad_type(what, expected=" or ".join((word, *map(repr, words))), got=_short(value), remedy=remedy)
     if isinstance(value, int | float):
         check_size(what, value)
     elif "\0" in value:

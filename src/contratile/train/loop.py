@@ -32,8 +32,10 @@ from contratile.models.locked import rows_of
 from contratile.models.towers import Towers, check_recipe, recipe_checksums
 from contratile.report.loss_memory import dense_loss_bytes, tiled_loss_bytes
 from contratile.report.metric_text import side_names
-from contratile.report.tracking import Tracker
+from contratile.report.trackers import check_trackers
+from contratile.report.tracking import Tracker, size
 from contratile.train import checkpoint
+from contratile.train.chunk import find_chunk, saved_chunk
 from contratile.train.claim import Claim
 from contratile.train.config import CONFIG, TrainConfig, load_config, save_config, to_dict
 from contratile.train.divergence import diverged, finite, set_aside_diverged
@@ -111,6 +113,9 @@ class Trainer:
     sides: tuple[str, str]
     """Names of the left and the right side of a pair."""
 
+    chunk: int
+    """Pairs that go through the encoders at a time."""
+
     loader: Loader
     claim: Claim | None
     """Keeps other runs out of the folder as long as it lives."""
@@ -149,6 +154,7 @@ class Trainer:
         notify: Callable[[str], object] = lambda text: None,
         say: Callable[[str], object] = lambda text: None,
     ) -> None:
+        check_trackers(config.run.track)
         self.config = absolute_paths(config)
         self.notices = []
         self.step, self.best, self.best_step, self.evaluated = 0, -math.inf, 0, -1
@@ -156,6 +162,7 @@ class Trainer:
         self._open_data()
         self._claim_folder()
         self._build_towers()
+        self._choose_chunk(notify)
         self._make_loader()
         self._compute_locked_outputs(notify, say)
         self._make_cache()
@@ -199,13 +206,26 @@ class Trainer:
         self.towers = shared_towers(self.config, self.source, main=self.main, wait=wait, resumed=resumed)
         self.towers.to(self.accelerator.device).train()
 
+    def _choose_chunk(self, notify: Callable[[str], object]) -> None:
+        chunk = self.config.run.chunk
+        # A resumed run keeps its chunk: another one would change results in the last bits.
+        known = saved_chunk(self.resumed) if chunk == "auto" else None
+        if known is not None:
+            chunk = known
+        elif chunk == "auto":
+            notify("finding the largest chunk that fits into memory")
+            chunk, taken = find_chunk(self.config, self.towers, self.source, self.accelerator)
+            self.notices.append(f"chunk {chunk:,} (auto)" + (f": {size(taken)}" if taken else ""))
+        self.chunk = chunk
+        self.config = replace(self.config, run=replace(self.config.run, chunk=chunk))
+
     def _make_loader(self) -> None:
         run, data = self.config.run, self.config.data
         self.loader = Loader(
             self.source,
             (self.towers.left.prepare, self.towers.right.prepare),
             batch=run.batch,
-            chunk=run.chunk,
+            chunk=self.chunk,
             seed=run.seed,
             rank=self.accelerator.process_index,
             world=self.accelerator.num_processes,
@@ -218,7 +238,14 @@ class Trainer:
     def _compute_locked_outputs(self, notify: Callable[[str], object], say: Callable[[str], object]) -> None:
         wait = self.accelerator.wait_for_everyone
         self.kept = locked_outputs(
-            self.config, self.towers, self.source, main=self.main, wait=wait, notify=notify, say=say
+            self.config,
+            self.towers,
+            self.source,
+            chunk=self.chunk,
+            main=self.main,
+            wait=wait,
+            notify=notify,
+            say=say,
         )
 
     def _make_cache(self) -> None:
@@ -228,7 +255,7 @@ class Trainer:
         self.cache = GradCache(
             (*encoders, nn.Identity()),
             partial(batch_loss, self.config.loss),
-            chunk_size=run.chunk,
+            chunk_size=self.chunk,
             offload=run.offload,
         )
 
@@ -324,6 +351,8 @@ class Trainer:
             step=self.step,
             log_every=run.log_every,
             tensorboard=run.tensorboard,
+            track=run.track,
+            config=to_dict(self.config),
             main=self.main,
             on_gpu=torch.cuda.is_available() and not run.cpu,
             loss_memory=dense if loss.backend == "dense" else tiled,
@@ -422,7 +451,7 @@ class Trainer:
     def _encode(self, source: Indexed | Stream, kept: dict[str, Tensor] | None = None) -> SourceFeatures:
         limit = self.config.data.broken_limit
         with self.accelerator.autocast():
-            return encode(self.towers, source, chunk=self.config.run.chunk, broken_limit=limit, kept=kept or {})
+            return encode(self.towers, source, chunk=self.chunk, broken_limit=limit, kept=kept or {})
 
     def save(self) -> None:
         """Save a checkpoint: everything that the next step depends on. All processes call it; the main one writes.
