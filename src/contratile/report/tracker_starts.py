@@ -16,6 +16,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 PROJECT = "contratile"
@@ -53,7 +54,10 @@ class Started(NamedTuple):
     """One of accelerate's trackers: `log`, `finish`."""
 
     run: str = ""
-    """What identifies the tracker's own run, to continue it later; empty if the tracker needs no help with that."""
+    """What identifies the tracker's own run, to continue it later; empty if it cannot be continued."""
+
+    last: Mapping[str, int] = MappingProxyType({})
+    """The last step that the tracker's run has already of each kind of record ("train", "eval")."""
 
     rename: Callable[[str], str] = str
     """Changes names of metrics that the tracker does not allow."""
@@ -70,9 +74,14 @@ def _class(name: str) -> Any:
     return LOGGER_TYPE_TO_CLASS[name]
 
 
+def _both(step: int) -> dict[str, int]:
+    return {"train": step, "eval": step}
+
+
 def _tensorboard(name: str, given: Start) -> Started:
+    files = list((given.folder / name).glob("events.out.tfevents.*"))
     if given.step == 0:  # an attempt that ended before its first checkpoint
-        for path in (given.folder / name).glob("events.out.tfevents.*"):
+        for path in files:
             path.unlink()
     tracker = _class(name)(name, str(given.folder), purge_step=given.step + 1 if given.step else None)
     tracker.start()
@@ -83,7 +92,8 @@ def _tensorboard(name: str, given: Start) -> Started:
         make: Any = hparams  # torch does not annotate it
         for summary in make(dict(given.config), {}):
             tracker.writer.file_writer.add_summary(summary)
-    return Started(tracker)
+    # Later steps are purged.
+    return Started(tracker, last=_both(given.step if files and given.step else -1))
 
 
 def _wandb(name: str, given: Start) -> Started:
@@ -101,21 +111,22 @@ def _wandb(name: str, given: Start) -> Started:
         told.get("WANDB_PROJECT", PROJECT),
         name=told.get("WANDB_NAME", given.title),
         id=run,
-        resume=None if mode == "offline" else "allow",  # offline, equal ids become one run when they are synced
+        resume=None if mode == "offline" else "allow",
         mode=mode,
         dir=told.get("WANDB_DIR", str(given.folder)),
         settings=wandb.Settings(**settings),
     )
     tracker.start()
     tracker.store_init_configuration(dict(given.config))
-    return Started(tracker, run)
+    # Offline, wandb starts a new folder with the same id at step 0: the newest folder has the whole history.
+    return Started(tracker, run, last=_both(tracker.run.step - 1))
 
 
 def _trackio(name: str, given: Start) -> Started:
     run = given.run or f"{given.title}-{secrets.token_hex(4)}"  # trackio continues runs by their name
     tracker = _class(name)(PROJECT, name=run, resume="allow", embed=False, config=dict(given.config))
     tracker.start()
-    return Started(tracker, run)
+    return Started(tracker, run, last=_both(getattr(tracker.run, "_next_step", 0) - 1))
 
 
 _local_mlflow: list[str] = []
@@ -130,7 +141,8 @@ def _mlflow(name: str, given: Start) -> Started:
     artifacts = None
     if told.get("MLFLOW_TRACKING_URI", "") in ("", *_local_mlflow):
         place.mkdir(parents=True, exist_ok=True)
-        logging.getLogger("alembic").setLevel(logging.WARNING)  # a line for each table of the new database
+        for logger in ("alembic", "mlflow.store.db.utils"):  # many lines about a new database
+            logging.getLogger(logger).setLevel(logging.WARNING)
         _local_mlflow.append(f"sqlite:///{place / 'mlflow.db'}")
         mlflow.set_tracking_uri(_local_mlflow[-1])
         artifacts = (place / "artifacts").as_uri()
@@ -138,7 +150,21 @@ def _mlflow(name: str, given: Start) -> Started:
     tracker.start()
     if not given.run:  # options that are recorded cannot be changed
         tracker.store_init_configuration(dict(given.config))
-    return Started(tracker, tracker.tracker.info.run_id, rename=_mlflow_name)
+    run = tracker.tracker.info.run_id
+    return Started(tracker, run, last=_mlflow_last(run) if given.run else {}, rename=_mlflow_name)
+
+
+def _mlflow_last(run: str) -> dict[str, int]:
+    """The last step of each kind of record in a run of mlflow."""
+    import mlflow
+
+    client = mlflow.MlflowClient()
+    last: dict[str, int] = {}
+    for name in client.get_run(run).data.metrics:
+        kind = name.partition("/")[0]
+        if kind == "eval" or name == "train/memory":  # every step has its memory; evaluations are few
+            last[kind] = max([last.get(kind, -1), *(metric.step for metric in client.get_metric_history(run, name))])
+    return last
 
 
 def _mlflow_name(name: str) -> str:
@@ -147,7 +173,7 @@ def _mlflow_name(name: str) -> str:
 
 
 def _other(name: str, given: Start) -> Started:
-    """Any tracker of accelerate, with the settings of its package. It starts a run of its own every time."""
+    """Any tracker of accelerate, with the settings of its package. It starts a new run every time."""
     make = _class(name)
     folder = (str(given.folder / name),) if make.requires_logging_directory else ()
     tracker = make(PROJECT, *folder)

@@ -7,13 +7,14 @@
     trackers.close()
 
 A tracker that fails is dropped with a warning; the run continues, and metrics.jsonl has everything. A resumed run
-continues the trackers' own runs: `trackers.json` in the run's folder has their ids, and the last steps they recorded.
+continues the trackers' own runs, whose ids are in `trackers.json`, and records what they do not have yet.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+import random
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,8 +29,6 @@ from contratile.report.tracker_starts import Start, Started, start
 
 TRACKERS = "trackers.json"
 """Name of the file in a run's folder that remembers the runs of its trackers."""
-
-KINDS = ("train", "eval")
 
 
 def check_trackers(names: Iterable[str]) -> None:
@@ -72,7 +71,6 @@ class Trackers:
         folder: Folder of the run.
         step: Step that the run resumes from; 0 for a new run.
         config: Options of the run by section and name; nested sections become `section.name`.
-        logged: The last step in metrics.jsonl, by kind of record, before it is rewound.
     """
 
     def __init__(
@@ -82,35 +80,27 @@ class Trackers:
         *,
         step: int = 0,
         config: Mapping[str, Any] | None = None,
-        logged: Mapping[str, int] | None = None,
     ) -> None:
         self._names, self._folder, self._step = names, folder.absolute(), step
-        self._config, self._logged = flat(config or {}), logged or {}
+        self._config = flat(config or {})
         self._running: dict[str, Started] = {}
-        self._known: dict[str, dict[str, Any]] = {}
-        """By tracker: its run, and the last step that it has of each kind of record."""
 
     def start(self) -> None:
         """Start all trackers. Those that fail are left out, with a warning."""
-        before = _load(self._folder / TRACKERS) if self._step else {}
+        runs = _load(self._folder / TRACKERS) if self._step else {}
         for name in self._names:
-            known = before.get(name, {})
-            given = Start(folder=self._folder, step=self._step, config=self._config, run=str(known.get("run", "")))
+            given = Start(folder=self._folder, step=self._step, config=self._config, run=runs.get(name, ""))
             self._attempt(name, partial(self._start, name, given))
-            if name in self._running and self._running[name].run:
-                self._known[name] = {"run": self._running[name].run}
-                if given.run:
-                    self._known[name] |= {kind: max(_step(known, kind), self._logged.get(kind, -1)) for kind in KINDS}
-        if self._known:
+        runs |= {name: started.run for name, started in self._running.items() if started.run}
+        if runs:  # also of trackers that this part of the run does without: they may come back
             with written_whole(self._folder / TRACKERS) as draft:
-                # Trackers that this part of the run does without may come back later.
-                draft.write_text(json.dumps({**before, **self._known}, indent=1), encoding="utf-8")
+                draft.write_text(json.dumps(runs, indent=1), encoding="utf-8")
 
     def log(self, kind: str, values: Mapping[str, float], step: int) -> None:
-        """Record the numbers of a step ("train") or an evaluation ("eval")."""
+        """Record the numbers of a step ("train") or an evaluation ("eval"), wherever they are not recorded yet."""
         for name, started in list(self._running.items()):
-            if step <= _step(self._known.get(name, {}), kind):
-                continue  # the tracker has it from before the run was resumed
+            if step <= started.last.get(kind, -1):
+                continue
             named = {started.rename(f"{kind}/{key}"): value for key, value in values.items()}
             self._attempt(name, partial(started.tracker.log, named, step=step))
 
@@ -124,6 +114,7 @@ class Trackers:
         self._running[name] = start(name, given)
 
     def _attempt(self, name: str, work: Callable[[], object]) -> None:
+        drawn = random.getstate()  # some packages draw names from it
         try:
             with redirect_stdout(sys.stderr):  # stdout has results only
                 work()
@@ -132,6 +123,8 @@ class Trackers:
             told = f"{type(error).__name__}: {error}".strip()
             told = f"{name} failed ({told}). The run continues without it; metrics.jsonl has every record."
             warnings.warn(told, stacklevel=3)
+        finally:
+            random.setstate(drawn)
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, int | float | str | bool]:
@@ -147,15 +140,10 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, int | float |
     return found
 
 
-def _load(path: Path) -> dict[str, dict[str, Any]]:
-    """What the file remembers; a missing or damaged one remembers nothing."""
+def _load(path: Path) -> dict[str, str]:
+    """The runs of the trackers by name; none if the file is missing or damaged."""
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-        return {name: kept for name, kept in known.items() if isinstance(kept, dict)}
+        runs = json.loads(path.read_text(encoding="utf-8"))
+        return {name: run for name, run in runs.items() if isinstance(run, str)}
     except (OSError, ValueError, AttributeError):
         return {}
-
-
-def _step(known: Mapping[str, Any], kind: str) -> int:
-    step = known.get(kind)
-    return step if isinstance(step, int) else -1

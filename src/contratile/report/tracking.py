@@ -86,12 +86,14 @@ class Tracker:
     def __enter__(self) -> Tracker:
         if self._main:
             self._folder.mkdir(parents=True, exist_ok=True)
-            logged = last_steps(self._folder / METRICS)
             rewind(self._folder / METRICS, self._first if self._first else -1)  # a new run records step 0 again
             self._file: BinaryIO = (self._folder / METRICS).open("ab", buffering=0)
             names = chosen_trackers(self._track, self._tensorboard)
-            self._trackers = Trackers(names, self._folder, step=self._first, config=self._config, logged=logged)
+            self._trackers = Trackers(names, self._folder, step=self._first, config=self._config)
             self._trackers.start()
+            for entry in history(self._folder):  # trackers skip what they have
+                step = entry.pop("step")
+                self._trackers.log(_kind(entry), _numbers(entry), step)
             self._screen = _Screen(self._steps, self._first, self._given_console)
         return self
 
@@ -142,7 +144,7 @@ class Tracker:
     def _record(self, step: int, values: dict[str, Any], kind: str) -> None:
         # A single write: a killed process leaves at most a cut last line, which `rewind` drops.
         self._file.write(_json_line({"step": step, **values}))
-        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        numbers = _numbers(values)
         self._trackers.log(kind, numbers, step)
         for other in self._others:
             other.log({f"{kind}/{name}": value for name, value in numbers.items()}, step=step)
@@ -181,19 +183,6 @@ def rewind(path: Path, step: int) -> None:
             kept.append(text + b"\n")
     with written_whole(path) as draft:
         draft.write_bytes(b"".join(kept))
-
-
-def last_steps(path: Path) -> dict[str, int]:
-    """The last step of each kind of record ("train", "eval") in metrics.jsonl, whatever its lines are worth."""
-    found: dict[str, int] = {}
-    for text in path.read_bytes().split(b"\n") if path.exists() else ():
-        try:
-            entry = _parsed(text)
-        except ValueError:
-            continue
-        kind = "train" if "memory" in entry else "eval"  # every step has its memory
-        found[kind] = max(found.get(kind, -1), entry["step"])
-    return found
 
 
 def memory_now(on_gpu: bool = False) -> int:
@@ -274,6 +263,15 @@ def _json_line(values: Mapping[str, Any]) -> bytes:
     """One line of JSON, which has no infinities or NaN: they become null."""
     finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in values.items()}
     return json.dumps(finite, allow_nan=False).encode() + b"\n"
+
+
+def _kind(entry: Mapping[str, Any]) -> str:
+    """Whether a line of metrics.jsonl is about a step or an evaluation."""
+    return "train" if "memory" in entry else "eval"  # every step has its memory
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if isinstance(value, int | float)}
 
 
 def _parsed(text: bytes) -> dict[str, Any]:
