@@ -4,7 +4,7 @@
     started.tracker.log({"train/loss": 8.3}, step=1)        # accelerate's tracker
 
 No tracker uses the network unless its own environment variables ask for it: WANDB_MODE, MLFLOW_TRACKING_URI,
-TRACKIO_SPACE_ID and TRACKIO_SERVER_URL.
+TRACKIO_SPACE_ID, TRACKIO_SERVER_URL and SWANLAB_MODE.
 """
 
 from __future__ import annotations
@@ -123,9 +123,12 @@ def _wandb(name: str, given: Start) -> Started:
 
 
 def _trackio(name: str, given: Start) -> Started:
+    import trackio
+
     run = given.run or f"{given.title}-{secrets.token_hex(4)}"  # trackio continues runs by their name
     tracker = _class(name)(PROJECT, name=run, resume="allow", embed=False, config=dict(given.config))
     tracker.start()
+    tracker.finish = trackio.finish  # after accelerate's, trackio would finish the run once more at exit
     return Started(tracker, run, last=_both(getattr(tracker.run, "_next_step", 0) - 1))
 
 
@@ -174,9 +177,13 @@ def _mlflow_name(name: str) -> str:
 
 def _other(name: str, given: Start) -> Started:
     """Any tracker of accelerate, with the settings of its package. It starts a new run every time."""
-    make = _class(name)
-    folder = (str(given.folder / name),) if make.requires_logging_directory else ()
-    tracker = make(PROJECT, *folder)
+    make, place, told = _class(name), str(given.folder / name), os.environ
+    options: dict[str, Any] = {}
+    if name == "swanlab":
+        options = {"mode": told.get("SWANLAB_MODE", "offline"), "logdir": told.get("SWANLAB_LOG_DIR", place)}
+    elif name == "dvclive":
+        options = {"dir": place, "dvcyaml": None, "save_dvc_exp": False}  # nothing outside of its folder
+    tracker = make(PROJECT, *((place,) if make.requires_logging_directory else ()), **options)
     tracker.start()
     tracker.store_init_configuration(dict(given.config))
     return Started(tracker)

@@ -30,23 +30,29 @@ from contratile.report.tracker_starts import Start, Started, start
 TRACKERS = "trackers.json"
 """Name of the file in a run's folder that remembers the runs of its trackers."""
 
+NEED_NETWORK = ("clearml", "comet_ml")
+"""Trackers of accelerate that look for their servers even in their offline modes."""
+
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Refuse trackers that accelerate does not know, or whose package is not installed.
+    """Refuse trackers that accelerate does not know, that cannot work offline, or that are not installed.
 
     Args:
         names: Names of trackers, as accelerate has them; also of classes passed to `register_tracker_class`.
 
     Raises:
-        ValueError: A tracker is unknown or not installed.
+        ValueError: A tracker cannot be used.
     """
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
     from accelerate.utils import LoggerType
 
     installed = [str(tracker) for tracker in get_available_trackers()]
     for name in names:
+        if name in NEED_NETWORK:
+            remedy = "Choose another one, such as wandb, trackio or mlflow."
+            bad_value("track", expected="trackers that work without a network", got=name, remedy=remedy)
         if name not in LOGGER_TYPE_TO_CLASS:
-            known = sorted(LOGGER_TYPE_TO_CLASS)
+            known = sorted(set(LOGGER_TYPE_TO_CLASS) - set(NEED_NETWORK))
             near = difflib.get_close_matches(name.lower(), known, n=1)
             remedy = f"Did you mean {near[0]}?" if near else "Leave it out for none."
             bad_value("track", expected=f"some of {', '.join(known)}", got=repr(name), remedy=remedy)
@@ -87,6 +93,10 @@ class Trackers:
 
     def start(self) -> None:
         """Start all trackers. Those that fail are left out, with a warning."""
+        if self._names:
+            from accelerate import PartialState
+
+            PartialState()  # accelerate's trackers ask it whether this is the main process
         runs = _load(self._folder / TRACKERS) if self._step else {}
         for name in self._names:
             given = Start(folder=self._folder, step=self._step, config=self._config, run=runs.get(name, ""))

@@ -110,8 +110,8 @@ class RunConfig:
     """Write TensorBoard files too, if the package is installed."""
 
     track: tuple[str, ...] = ()
-    """Further trackers, by the names that accelerate has for them: wandb, trackio, mlflow. They get everything that
-    metrics.jsonl has, and use no network unless their environment variables ask for it."""
+    """Further trackers, by the names that accelerate has for them: wandb, trackio, mlflow and others. They get
+    everything that metrics.jsonl has, and use no network unless their environment variables ask for it."""
 
     cpu: bool = False
     """Use the CPU even if there is an accelerator."""
