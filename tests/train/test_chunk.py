@@ -16,6 +16,7 @@ from contratile.train.config import TrainConfig, load_config
 from contratile.train.header import header
 from contratile.train.loop import Trainer
 from contratile.train.random_state import random_state
+from tests.data.sources import Numbers, River, as_tensor
 from tests.ranks import pool
 from tests.train.runs import losses, sentence_folder, shapes, small, texts, weights
 
@@ -109,6 +110,19 @@ def test_larger_chunks_repeat_the_samples(table: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr(search, "_limit", lambda *args: 1e15)
     assert find_chunk(trainer.config, trainer.towers, trainer.source, trainer.accelerator).chunk == 32
     assert rows == [8, 8, 16, 32]
+
+
+@pytest.mark.parametrize("source", [Numbers(40, frozenset(range(0, 40, 2))), River((40,), frozenset(range(0, 40, 2)))])
+def test_samples_of_any_source(source: Numbers | River) -> None:
+    """Random ones of an indexed source or a stream; broken ones are left out."""
+    towers: Any = SimpleNamespace(left=SimpleNamespace(prepare=as_tensor), right=SimpleNamespace(prepare=as_tensor))
+    config = small(Path("pairs.csv"), Path("run"), batch=24)
+    (left,), (right,) = search._samples(config, towers, source)
+    assert torch.equal(left, -right) and 4 < len(left) < 24 and left.remainder(2).all()
+    assert left.tolist() != sorted(left.tolist())
+    source.broken = frozenset(range(40))
+    with pytest.raises(ValueError, match=f"{source.name}: expected samples to train on, got none. All .* are broken"):
+        search._samples(config, towers, source)
 
 
 def test_systems_that_do_not_tell_are_refused(table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
