@@ -179,7 +179,7 @@ def test_a_resumed_run_keeps_its_chunk(table: Path, tmp_path: Path, monkeypatch:
     def never(*args: Any) -> None:
         raise AssertionError("searched again")
 
-    monkeypatch.setattr("contratile.train.loop.find_chunk", never)
+    monkeypatch.setattr("contratile.train.chunk.find_chunk", never)
     again = Trainer(small(table, tmp_path / "run", chunk="auto", steps=8))
     assert (again.step, again.chunk, again.notices) == (6, 12, [])
     branch = tmp_path / "other" / "checkpoints" / "step-00000002"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from contratile.grad_cache.encoded import EncoderSide
 from contratile.host_memory import available_bytes, peak_growth
 from contratile.models.towers import Towers
 from contratile.report.loss_memory import dense_loss_bytes, tiled_loss_bytes
+from contratile.report.tracking import size
 from contratile.train.config import CONFIG, TrainConfig, load_config
 from contratile.train.launch import gather_objects
 from contratile.train.random_state import random_state, set_random_state
@@ -47,6 +49,36 @@ class FoundChunk(NamedTuple):
     chunk: int
     taken: float
     """Bytes that it takes on this process; 0 if the device does not say."""
+
+
+def choose_chunk(
+    config: TrainConfig,
+    towers: Towers,
+    source: Indexed | Stream,
+    accelerator: Any,
+    *,
+    resumed: Path | None,
+    notify: Callable[[str], object],
+) -> tuple[int, str]:
+    """The chunk of a run, and a message if it was found by trial. Collective.
+
+    Args:
+        config: The options of the run.
+        towers: The encoders, on their device and in training mode.
+        source: The training data.
+        accelerator: accelerate's `Accelerator`.
+        resumed: Checkpoint that the run resumes from. It keeps its chunk: another would change the last bits of results.
+        notify: Called with a status text before a search.
+    """
+    chunk = config.run.chunk
+    if chunk != "auto":
+        return chunk, ""
+    known = saved_chunk(resumed)
+    if known is not None:
+        return known, ""
+    notify("finding the largest chunk that fits into memory")
+    found = find_chunk(config, towers, source, accelerator)
+    return found.chunk, f"chunk {found.chunk:,} (auto)" + (f": {size(found.taken)}" if found.taken else "")
 
 
 def saved_chunk(resumed: Path | None) -> int | None:

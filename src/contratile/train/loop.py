@@ -33,9 +33,9 @@ from contratile.models.towers import Towers, check_recipe, recipe_checksums
 from contratile.report.loss_memory import dense_loss_bytes, tiled_loss_bytes
 from contratile.report.metric_text import side_names
 from contratile.report.trackers import check_trackers
-from contratile.report.tracking import Tracker, size
+from contratile.report.tracking import Tracker
 from contratile.train import checkpoint
-from contratile.train.chunk import find_chunk, saved_chunk
+from contratile.train.chunk import choose_chunk
 from contratile.train.claim import Claim
 from contratile.train.config import CONFIG, TrainConfig, load_config, save_config, to_dict
 from contratile.train.divergence import diverged, finite, set_aside_diverged
@@ -207,17 +207,11 @@ class Trainer:
         self.towers.to(self.accelerator.device).train()
 
     def _choose_chunk(self, notify: Callable[[str], object]) -> None:
-        chunk = self.config.run.chunk
-        # A resumed run keeps its chunk: another one would change results in the last bits.
-        known = saved_chunk(self.resumed) if chunk == "auto" else None
-        if known is not None:
-            chunk = known
-        elif chunk == "auto":
-            notify("finding the largest chunk that fits into memory")
-            chunk, taken = find_chunk(self.config, self.towers, self.source, self.accelerator)
-            self.notices.append(f"chunk {chunk:,} (auto)" + (f": {size(taken)}" if taken else ""))
-        self.chunk = chunk
-        self.config = replace(self.config, run=replace(self.config.run, chunk=chunk))
+        self.chunk, notice = choose_chunk(
+            self.config, self.towers, self.source, self.accelerator, resumed=self.resumed, notify=notify
+        )
+        self.notices += [notice] if notice else []
+        self.config = replace(self.config, run=replace(self.config.run, chunk=self.chunk))
 
     def _make_loader(self) -> None:
         run, data = self.config.run, self.config.data
