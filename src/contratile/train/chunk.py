@@ -67,7 +67,7 @@ def choose_chunk(
         towers: The encoders, on their device and in training mode.
         source: The training data.
         accelerator: accelerate's `Accelerator`.
-        resumed: Checkpoint that the run resumes from. It keeps its chunk: another would change the last bits of results.
+        resumed: Checkpoint that the run resumes from. It keeps its chunk, for bitwise equal results.
         notify: Called with a status text before a search.
     """
     chunk = config.run.chunk
