@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import contratile as ct
 from contratile.grad_cache.auto import Trial, largest_chunk
+from contratile.grad_cache.chunks import repeat_rows
 from contratile.grad_cache.encoded import EncoderSide
 from contratile.grad_cache.offload import DiskStore, HostStore
 from tests.grad_cache.test_cache import PAIR, clip
@@ -284,6 +285,44 @@ def test_an_accelerator_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
     trial = Fake(EncoderSide(0, encoder, None, encoder, [], 100), ids_of(100, 1))
     assert 18 <= largest_chunk(trial.cost, most=100, limit=trial.limit(None)) <= 20
     assert len(emptied) > 5
+
+
+def test_the_peak_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured where the device can tell, from what was allocated before."""
+    peak = []
+
+    class Device:
+        def empty_cache(self) -> None: ...
+
+        def reset_peak_memory_stats(self, device: torch.device) -> None:
+            peak.append(0)
+
+        def memory_allocated(self, device: torch.device) -> int:
+            return 1000
+
+        def max_memory_allocated(self, device: torch.device) -> int:
+            return 1000 + peak[-1]
+
+    class Fake(Trial):
+        def _run(self, size: int) -> None:
+            if size > 20:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            peak[-1] = 10 * size
+
+    encoder = Tower(1)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Device())
+    monkeypatch.setattr(EncoderSide, "device", torch.device("cuda"))
+    trial = Fake(EncoderSide(0, encoder, None, encoder, [], 100), ids_of(100, 1))
+    assert [trial.cost(size) for size in (8, 20, 21)] == [80, 200, math.inf]
+    assert largest_chunk(trial.cost, most=100, limit=100) == 10
+    assert 18 <= largest_chunk(trial.cost, most=100, limit=trial.limit(1)) <= 20, "memory_limit is that of the CPU"
+
+
+def test_rows_are_repeated() -> None:
+    nest = {"ids": torch.arange(3), "mask": (torch.arange(6).view(3, 2), torch.tensor(5))}
+    assert repeat_rows(nest, 2)["ids"].tolist() == [0, 1]
+    more = repeat_rows(nest, 7)
+    assert more["ids"].tolist() == [0, 1, 2, 0, 1, 2, 0] and more["mask"][0].shape == (7, 2) and more["mask"][1] == 5
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
 """Options: recipes say what they mean, mistakes are named with the nearest right word."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from contratile.cli.train import parse
 from contratile.recipes import find_recipe, recipe_names
 from contratile.train.config import RunConfig, TrainConfig, load_config, save_config, to_toml
 from contratile.train.loop import Trainer
@@ -12,8 +14,10 @@ from tests.train.runs import shapes, small
 RECIPES = [find_recipe(name) for name in recipe_names()]
 
 
-def test_a_saved_config_gives_itself_again(tmp_path: Path) -> None:
-    config = small(Path("pairs.csv"), tmp_path / "run", margin=0.1, betas=(0.9, 0.95), root=tmp_path)
+@pytest.mark.parametrize("chunk", [10, "auto"])
+def test_a_saved_config_gives_itself_again(tmp_path: Path, chunk: int | str) -> None:
+    changes: dict[str, Any] = {"margin": 0.1, "betas": (0.9, 0.95), "root": tmp_path, "track": ("wandb",)}
+    config = small(Path("pairs.csv"), tmp_path / "run", **changes, chunk=chunk)
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config), encoding="utf-8")
     assert load_config(path) == config
@@ -32,6 +36,11 @@ def test_a_saved_config_gives_itself_again(tmp_path: Path) -> None:
         ('[run]\nbatch = "many"', r"recipe.toml \[run\] batch: expected a whole number, got 'many'. .*batch = 4096"),
         ("[run]\nbatch = 0", r"recipe.toml batch: expected at least 1"),
         ('[run]\nfsdp = "false"', r"recipe.toml \[run\] fsdp: expected true or false, got 'false'. .* fsdp = false"),
+        ('[run]\nchunk = "many"', "chunk: expected a whole number or 'auto', got 'many'. Write it like chunk = 256"),
+        ("[run]\nchunk = true", "chunk: expected a whole number or 'auto', got True"),
+        ("[run]\nchunk = 0", "chunk: expected at least 1, got 0"),
+        ('[run]\ntrack = "wandb"', "track: expected a list, got 'wandb'"),
+        ('[run]\ntensorboard = false\ntrack = ["tensorboard"]', "track: expected other trackers with --no-tensorboard"),
         ("[run]\nbatch = true", "batch: expected a whole number, got True"),
         ("[run]\nbatch = 3.5", "batch: expected a whole number, got 3.5"),
         ("[data]\ndata = 5", r"recipe.toml \[data\] data: expected a text in quotes, got 5"),
@@ -75,6 +84,28 @@ def test_a_recipe_in_another_encoding(tmp_path: Path) -> None:
 def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="config: expected a TOML file"):
         load_config(tmp_path / "none.toml")
+
+
+def test_configs_of_earlier_versions(tmp_path: Path) -> None:
+    """They have a number of pairs in a chunk, and no trackers but TensorBoard."""
+    lines = to_toml(TrainConfig(run=RunConfig(chunk=64, tensorboard=False))).splitlines()
+    (tmp_path / "config.toml").write_text("\n".join(line for line in lines if not line.startswith("track =")))
+    run = load_config(tmp_path / "config.toml").run
+    assert (run.chunk, run.tensorboard, run.track) == (64, False, ())
+
+
+def test_a_chunk_and_trackers_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse(["--chunk", "512"]).run.chunk == 512
+    (tmp_path / "recipe.toml").write_text('[run]\nchunk = "auto"\ntrack = ["wandb"]')
+    recipe = ["--config", str(tmp_path / "recipe.toml"), "--out", str(tmp_path)]
+    assert parse(recipe).run.chunk == parse(["--chunk", "auto"]).run.chunk == "auto"
+    assert parse([*recipe, "--chunk", "64"]).run.chunk == 64
+    for value, told in (("0", "chunk: expected at least 1, got 0"), ("many", "many")):
+        with pytest.raises(SystemExit):
+            parse(["--chunk", value])
+        assert told in capsys.readouterr().err
+    assert parse(["--track", "wandb", "mlflow"]).run.track == ("wandb", "mlflow")
+    assert parse(recipe).run.track == ("wandb",) and parse([*recipe, "--track"]).run.track == ()
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

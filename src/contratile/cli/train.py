@@ -42,7 +42,8 @@ def train(argv: Sequence[str]) -> int:
         with watched("to go on"):
             return _train(config)
     except torch.OutOfMemoryError as error:
-        remedy = f"Lower --chunk (now {config.run.chunk}), or pass --checkpointing; the batch can stay as it is."
+        now = "that auto found" if config.run.chunk == "auto" else f"now {config.run.chunk}"
+        remedy = f"Lower --chunk ({now}), or pass --checkpointing; the batch can stay as it is."
         print(f"contratile train: {error}\n{remedy}", file=sys.stderr)
         return 1
     except RankLost as error:
@@ -89,7 +90,8 @@ ABOUT = "\n\n".join(
         "The run writes its configuration, metrics, checkpoints, report.html and a gallery for `contratile search` to "
         "--out. Started again with the same options, it continues from its last checkpoint.",
         "Memory: --batch may be as large as the data, since the loss needs memory linear in it. The encoders need "
-        "memory for --chunk pairs. If they run out of it, lower --chunk; the results stay the same.",
+        "memory for --chunk pairs. If they run out of it, lower --chunk; the results stay the same. --chunk auto finds "
+        "the largest that fits.",
         "Data: built-in icons, a table (pairs.csv with a column of image paths or texts and a column of texts), "
         "webdataset shards, or a dataset of the Hugging Face hub. A tenth is held out for evaluation unless "
         "--test-data is given.",

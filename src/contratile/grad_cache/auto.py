@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from contratile.errors import bad_value
-from contratile.grad_cache.chunks import Nest, map_tensors, slice_rows, tensors_of
+from contratile.grad_cache.chunks import Nest, map_tensors, repeat_rows, tensors_of
 from contratile.grad_cache.encoded import EncoderSide
 from contratile.grad_cache.replay import RandomState, copy_buffers, devices_of, restore_buffers
 from contratile.grad_cache.wrappers import unsynchronised
@@ -26,9 +27,29 @@ START = 8
 FINE = 8
 """The search ends when the gap between sizes that fit and sizes that do not is below 1/FINE of the size."""
 
+NO_ROOM = "Raise memory_limit=, use a smaller encoder, or activation checkpointing inside it."
 
-def largest_chunk(cost: Callable[[int], float], *, most: int, limit: float) -> int:
-    """The largest number of rows, up to `most`, whose cost is within the limit; accurate to an eighth."""
+
+def largest_chunk(
+    cost: Callable[[int], float],
+    *,
+    most: int,
+    limit: float,
+    option: str = "chunk_size='auto'",
+    remedy: str = NO_ROOM,
+) -> int:
+    """The largest number of rows, up to `most`, whose cost is within the limit; accurate to an eighth.
+
+    Args:
+        cost: Bytes that some rows take; inf if they do not fit.
+        most: Rows to try at most.
+        limit: Bytes that they may take.
+        option: What the error message calls the option.
+        remedy: What it suggests.
+
+    Raises:
+        ValueError: Not even one row fits.
+    """
     tried: list[tuple[int, float]] = []
 
     def fits(size: int) -> bool:
@@ -44,8 +65,7 @@ def largest_chunk(cost: Callable[[int], float], *, most: int, limit: float) -> i
         middle = (good + bad) // 2
         good, bad = (middle, bad) if fits(middle) else (good, middle)
     if good == 0:
-        remedy = "Raise memory_limit=, use a smaller encoder, or activation checkpointing inside it."
-        bad_value("chunk_size='auto'", expected="room for a chunk of one row", got=_told(tried), remedy=remedy)
+        bad_value(option, expected="room for a chunk of one row", got=_told(tried), remedy=remedy)
     return good
 
 
@@ -64,35 +84,46 @@ def _told(tried: list[tuple[int, float]]) -> str:
 
 @dataclass
 class Trial:
-    """Forward and backward of some rows, without side effects on gradients, random state or buffers."""
+    """Forward and backward of some rows, without side effects on gradients, random state or buffers.
+
+    Rows beyond those of the block repeat them.
+    """
 
     side: EncoderSide
     block: Nest
 
     def cost(self, size: int) -> float:
-        """Peak memory in bytes on the CPU; on an accelerator 0 if the chunk fits, else inf."""
+        """Peak memory in bytes; on an accelerator inf if the chunk does not fit, 0 if its peak cannot be measured."""
         if self.side.device.type == "cpu":
             growth = peak_growth(lambda: self._run(size))
             if growth is None:
                 remedy = "Pass a number of rows."
                 bad_value("chunk_size", expected="a number: 'auto' on a CPU needs Linux", got="'auto'", remedy=remedy)
             return growth
+        memory = torch.get_device_module(self.side.device)
+        measured = hasattr(memory, "max_memory_allocated")
+        before = 0
+        if measured:
+            memory.reset_peak_memory_stats(self.side.device)
+            before = memory.memory_allocated(self.side.device)
         try:
             self._run(size)
-            return 0.0
+            return float(memory.max_memory_allocated(self.side.device) - before) if measured else 0.0
         except torch.OutOfMemoryError:
             return math.inf
         finally:
             gc.collect()
-            torch.get_device_module(self.side.device).empty_cache()
+            memory.empty_cache()
 
     def limit(self, given: int | None) -> float:
-        """The limit in bytes; by default half of the available memory."""
+        """The limit in bytes on the CPU, by default half of the available memory; none on an accelerator."""
+        if self.side.device.type != "cpu":
+            return sys.float_info.max
         return available_bytes() / 2 if given is None else given
 
     def _run(self, size: int) -> None:
         owner, device = self.side.owner, self.side.device
-        chunk = map_tensors(lambda x: x.to(device), slice_rows(self.block, 0, size))
+        chunk = map_tensors(lambda x: x.to(device), repeat_rows(self.block, size))
         kept = [(p, p.grad) for p in owner.parameters()]
         state = RandomState.now(devices_of([*owner.parameters(), *tensors_of(chunk)]))
         buffers = copy_buffers([owner])

@@ -57,6 +57,13 @@ def slice_rows(nest: Nest, start: int, stop: int) -> Nest:
     return map_tensors(lambda x: x[start:stop] if x.dim() else x, nest)
 
 
+def repeat_rows(nest: Nest, count: int) -> Nest:
+    """The first `count` rows as views; if there are fewer, a copy that starts again from the first."""
+    if count <= count_rows(nest, "rows"):
+        return slice_rows(nest, 0, count)
+    return map_tensors(lambda x: x[torch.arange(count, device=x.device) % len(x)] if x.dim() else x, nest)
+
+
 def cut(nest: Nest, size: int, name: str) -> Iterator[Nest]:
     """Cut a nest into chunks of up to `size` rows."""
     rows = count_rows(nest, name)

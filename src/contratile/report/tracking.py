@@ -1,12 +1,12 @@
-"""Progress of a run: metrics.jsonl, TensorBoard, and a line in the terminal.
+"""Progress of a run: metrics.jsonl, trackers such as TensorBoard, and a line in the terminal.
 
     with Tracker(run, steps=300) as tracker:
         tracker.step(1, {"loss": 8.3, "lr": 1e-3, "scale": 14.3, "top1": 0.001, "pairs": 4096, "seconds": 0.9})
         tracker.evaluation(1, {"text_to_image_R@10": 0.02})
     history(run)                       # the lines of metrics.jsonl
 
-A run that resumes at step 100 drops the records of later steps; a new run drops all. Other trackers (for example those
-of accelerate) can be passed as `others`: anything with `log(values, step=...)`.
+A run that resumes at step 100 drops the records of later steps; a new run drops all. Trackers are chosen by name (see
+`trackers`); anything with `log(values, step=...)` can be passed as `others`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from contratile.data.files import written_whole
 from contratile.errors import bad_value
 from contratile.printable import printable
 from contratile.report.metric_text import PICTURES, in_a_line
+from contratile.report.trackers import Trackers, chosen_trackers
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,6 +50,8 @@ class Tracker:
         step: Step that the run resumes from; 0 for a new run.
         log_every: Steps between lines of metrics.jsonl.
         tensorboard: Write TensorBoard files too, if the package is installed.
+        track: Names of further trackers, as accelerate has them: "wandb", "trackio", "mlflow".
+        config: Options of the run, which the trackers record.
         main: Whether this is the main process.
         on_gpu: Report GPU memory of the process instead of host memory.
         loss_memory: Bytes that the loss needs, for comparison on the step line; None leaves it out.
@@ -65,6 +68,8 @@ class Tracker:
         step: int = 0,
         log_every: int = 1,
         tensorboard: bool = True,
+        track: Sequence[str] = (),
+        config: Mapping[str, Any] | None = None,
         main: bool = True,
         on_gpu: bool = False,
         loss_memory: int | None = None,
@@ -73,7 +78,8 @@ class Tracker:
         console: Console | None = None,
     ) -> None:
         self._folder, self._steps, self._first, self._log_every = folder, steps, step, log_every
-        self._tensorboard, self._main, self._on_gpu = tensorboard, main, on_gpu
+        self._tensorboard, self._track, self._config = tensorboard, track, config
+        self._main, self._on_gpu = main, on_gpu
         self._loss_memory = {} if loss_memory is None else {"loss_memory": loss_memory, "dense_memory": dense_memory}
         self._others, self._given_console = others, console
 
@@ -82,7 +88,12 @@ class Tracker:
             self._folder.mkdir(parents=True, exist_ok=True)
             rewind(self._folder / METRICS, self._first if self._first else -1)  # a new run records step 0 again
             self._file: BinaryIO = (self._folder / METRICS).open("ab", buffering=0)
-            self._board = _board(self._folder, self._first) if self._tensorboard else None
+            names = chosen_trackers(self._track, self._tensorboard)
+            self._trackers = Trackers(names, self._folder, step=self._first, config=self._config)
+            self._trackers.start()
+            for entry in history(self._folder):  # trackers skip what they have
+                step = entry.pop("step")
+                self._trackers.log(_kind(entry), _numbers(entry), step)
             self._screen = _Screen(self._steps, self._first, self._given_console)
         return self
 
@@ -90,15 +101,12 @@ class Tracker:
         if self._main:
             self._screen.close()
             self._file.close()
-            if self._board is not None:
-                self._board.close()
+            self._trackers.close()
 
     def flush(self) -> None:
-        """Force all records to disk, so that they are there before the checkpoint that follows."""
+        """Force metrics.jsonl to disk, so that it is there before the checkpoint that follows."""
         if self._main:
             os.fsync(self._file.fileno())
-            if self._board is not None:
-                self._board.flush()
 
     def step(self, step: int, facts: Mapping[str, float], *, broken: Counter[str] | None = None) -> None:
         """Record a finished step.
@@ -136,12 +144,10 @@ class Tracker:
     def _record(self, step: int, values: dict[str, Any], kind: str) -> None:
         # A single write: a killed process leaves at most a cut last line, which `rewind` drops.
         self._file.write(_json_line({"step": step, **values}))
-        numbers = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
-        if self._board is not None:
-            for tag, value in numbers.items():
-                self._board.add_scalar(tag, value, step)
+        numbers = _numbers(values)
+        self._trackers.log(kind, numbers, step)
         for other in self._others:
-            other.log(numbers, step=step)
+            other.log({f"{kind}/{name}": value for name, value in numbers.items()}, step=step)
 
 
 def history(run: Path) -> list[dict[str, Any]]:
@@ -253,23 +259,19 @@ class _Screen:
             self._live.stop()
 
 
-def _board(folder: Path, first: int) -> Any:
-    """TensorBoard's writer, or None without the package. Records of later steps are purged."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    make: Any = SummaryWriter  # torch does not annotate it
-    if first == 0:  # an attempt that ended before its first checkpoint
-        for path in (folder / "tensorboard").glob("events.out.tfevents.*"):
-            path.unlink()
-    return make(str(folder / "tensorboard"), purge_step=first + 1 if first else None)
-
-
 def _json_line(values: Mapping[str, Any]) -> bytes:
     """One line of JSON, which has no infinities or NaN: they become null."""
     finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in values.items()}
     return json.dumps(finite, allow_nan=False).encode() + b"\n"
+
+
+def _kind(entry: Mapping[str, Any]) -> str:
+    """Whether a line of metrics.jsonl is about a step or an evaluation."""
+    return "train" if "memory" in entry else "eval"  # every step has its memory
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if isinstance(value, int | float)}
 
 
 def _parsed(text: bytes) -> dict[str, Any]:

@@ -77,8 +77,9 @@ class RunConfig:
     batch: int = 4096
     """Pairs in a step, over all processes. The loss compares all of them with each other."""
 
-    chunk: int = 256
-    """Pairs that go through the encoders at a time. Lower it if they run out of memory; results stay the same."""
+    chunk: int | Literal["auto"] = 256
+    """Pairs that go through the encoders at a time. Lower it if they run out of memory; results stay the same. auto:
+    the largest that fits into memory, found by trial before the first step."""
 
     steps: int = 0
     """Steps of the run; 0: use epochs."""
@@ -115,6 +116,10 @@ class RunConfig:
 
     tensorboard: bool = True
     """Write TensorBoard files too, if the package is installed."""
+
+    track: tuple[str, ...] = ()
+    """Further trackers, by the names that accelerate has for them: wandb, trackio, mlflow and others. They get
+    everything that metrics.jsonl has, and use no network unless their environment variables ask for it."""
 
     cpu: bool = False
     """Use the CPU even if there is an accelerator."""
@@ -161,7 +166,11 @@ class TrainConfig:
             for option, value in vars(getattr(self, section)).items():
                 if isinstance(value, int | float):
                     check_size(option, value)
-        for name in ("batch", "chunk", "keep", "log_every"):
+        if isinstance(run.chunk, str):
+            check_choice("chunk", run.chunk, ("auto",))
+        else:
+            check_count("chunk", run.chunk, least=1)
+        for name in ("batch", "keep", "log_every"):
             check_count(name, getattr(run, name), least=1)
         for name in ("steps", "eval_every", "save_every"):
             check_count(name, getattr(run, name), least=0)
@@ -184,6 +193,9 @@ class TrainConfig:
                 if getattr(loss, name):
                     remedy = "Drop it, or use --loss clip or infonce."
                     bad_value(name, expected=f"none with --loss {loss.loss}", got=getattr(loss, name), remedy=remedy)
+        if "tensorboard" in run.track and not run.tensorboard:
+            remedy = "Drop --no-tensorboard, or tensorboard from --track."
+            bad_value("track", expected="other trackers with --no-tensorboard", got="tensorboard", remedy=remedy)
 
         if self.augment.views == 2:
             if loss.loss not in ("ntxent", "supcon"):
@@ -319,8 +331,13 @@ _WANTED: dict[Any, tuple[tuple[type, ...], str]] = {
 
 def _convert(what: str, value: Any, hint: Any, default: Any) -> Any:
     """Convert a TOML value to the type of a field."""
-    if get_origin(hint) in (Union, UnionType):  # TOML has no None, so it must be another type
+    words: tuple[str, ...] = ()
+    if get_origin(hint) in (Union, UnionType):  # TOML has no None, so it must be one of the other types
         options = [option for option in get_args(hint) if option is not type(None)]
+        words = tuple(word for option in options if get_origin(option) is Literal for word in get_args(option))
+        if isinstance(value, str) and value in words:
+            return value
+        options = [option for option in options if get_origin(option) is not Literal] or options
         # Of several, a list wants a tuple and anything else does not.
         fitting = [option for option in options if (get_origin(option) is tuple) == isinstance(value, list)]
         hint = (fitting or options)[0]
@@ -341,7 +358,7 @@ def _convert(what: str, value: Any, hint: Any, default: Any) -> Any:
     if not fits:
         example = f"{what.rpartition(' ')[2]} = {_toml(str(default) if isinstance(default, Path) else default)}"
         remedy = "Check its type." if default is None else f"Write it like {example}."
-        bad_type(what, expected=word, got=_short(value), remedy=remedy)
+        bad_type(what, expected=" or ".join((word, *map(repr, words))), got=_short(value), remedy=remedy)
     if isinstance(value, int | float):
         check_size(what, value)
     elif "\0" in value:

@@ -37,9 +37,10 @@ def header(trainer: Trainer) -> list[str]:
         *_augment(trainer),
         ("towers", _towers(trainer)),
         ("device", f"{trainer.accelerator.device}, {world} process{'es' * (world > 1)}, {run.precision}"),
-        ("steps", f"{trainer.steps:,} of {trainer.loader.batch:,} pairs in chunks of {run.chunk:,}{epochs}"),
+        ("steps", f"{trainer.steps:,} of {trainer.loader.batch:,} pairs in chunks of {trainer.chunk:,}{epochs}"),
         ("loss", trainer.config.loss.loss),
         ("learning rate", f"{rates} ({optim.optimizer}, {optim.schedule}, {optim.warmup} steps of warm-up)"),
+        *([("tracked by", ", ".join(run.track))] if run.track else []),
         ("writes to", str(run.out)),
     ]
     width = max(len(title) for title, _ in told)

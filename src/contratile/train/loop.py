@@ -33,8 +33,10 @@ from contratile.models.locked import rows_of
 from contratile.models.towers import Towers, check_recipe, recipe_checksums
 from contratile.report.loss_memory import dense_loss_bytes, tiled_loss_bytes
 from contratile.report.metric_text import side_names
+from contratile.report.trackers import check_trackers
 from contratile.report.tracking import Tracker
 from contratile.train import checkpoint
+from contratile.train.chunk import choose_chunk
 from contratile.train.claim import Claim
 from contratile.train.config import CONFIG, TrainConfig, load_config, save_config, to_dict
 from contratile.train.divergence import diverged, finite, set_aside_diverged
@@ -123,6 +125,9 @@ class Trainer:
     negatives: int
     """Hard negatives of each pair."""
 
+    chunk: int
+    """Pairs that go through the encoders at a time."""
+
     loader: Loader
     claim: Claim | None
     """Keeps other runs out of the folder as long as it lives."""
@@ -161,6 +166,7 @@ class Trainer:
         notify: Callable[[str], object] = lambda text: None,
         say: Callable[[str], object] = lambda text: None,
     ) -> None:
+        check_trackers(config.run.track)
         self.config = absolute_paths(config)
         self.notices = []
         self.step, self.best, self.best_step, self.evaluated = 0, -math.inf, 0, -1
@@ -168,6 +174,7 @@ class Trainer:
         self._open_data()
         self._claim_folder()
         self._build_towers()
+        self._choose_chunk(notify)
         self._make_loader()
         self._compute_locked_outputs(notify, say)
         self._make_cache()
@@ -217,13 +224,20 @@ class Trainer:
         self.towers = shared_towers(self.config, self.source, main=self.main, wait=wait, resumed=resumed)
         self.towers.to(self.accelerator.device).train()
 
+    def _choose_chunk(self, notify: Callable[[str], object]) -> None:
+        self.chunk, notice = choose_chunk(
+            self.config, self.towers, self.source, self.accelerator, resumed=self.resumed, notify=notify
+        )
+        self.notices += [notice] if notice else []
+        self.config = replace(self.config, run=replace(self.config.run, chunk=self.chunk))
+
     def _make_loader(self) -> None:
         run, data = self.config.run, self.config.data
         self.loader = Loader(
             self.source,
             (self.towers.left.prepare, self.towers.right.prepare),
             batch=run.batch,
-            chunk=run.chunk,
+            chunk=self.chunk,
             seed=run.seed,
             rank=self.accelerator.process_index,
             world=self.accelerator.num_processes,
@@ -239,7 +253,14 @@ class Trainer:
     def _compute_locked_outputs(self, notify: Callable[[str], object], say: Callable[[str], object]) -> None:
         wait = self.accelerator.wait_for_everyone
         self.kept = locked_outputs(
-            self.config, self.towers, self.source, main=self.main, wait=wait, notify=notify, say=say
+            self.config,
+            self.towers,
+            self.source,
+            chunk=self.chunk,
+            main=self.main,
+            wait=wait,
+            notify=notify,
+            say=say,
         )
         locked = any(tower.locked for tower in (self.towers.left, self.towers.right))
         if locked and not self.kept and self.config.towers.keep_outputs and isinstance(self.source, Indexed):
@@ -255,7 +276,7 @@ class Trainer:
         self.cache = GradCache(
             (*encoders, nn.Identity(), *([encoders[side]] if self.negatives else [])),
             partial(batch_loss, self.config.loss, swapped=bool(self.negatives) and side == 0),
-            chunk_size=run.chunk,
+            chunk_size=self.chunk,
             offload=run.offload,
         )
 
@@ -355,6 +376,8 @@ class Trainer:
             step=self.step,
             log_every=run.log_every,
             tensorboard=run.tensorboard,
+            track=run.track,
+            config=to_dict(self.config),
             main=self.main,
             on_gpu=torch.cuda.is_available() and not run.cpu,
             loss_memory=dense if loss.backend == "dense" else tiled,
@@ -460,7 +483,7 @@ class Trainer:
         if self.config.augment.views == 2:
             options["augment"] = self.config.augment
         with self.accelerator.autocast():
-            return encode(self.towers, source, chunk=self.config.run.chunk, **options)
+            return encode(self.towers, source, chunk=self.chunk, **options)
 
     def save(self) -> None:
         """Save a checkpoint: everything that the next step depends on. All processes call it; the main one writes.
