@@ -78,7 +78,8 @@ def test_per_class_recall_is_balanced_accuracy() -> None:
     targets = random.choice([0, 0, 0, 0, 1, 2, 4, 5], size=90)
     guess = (image @ classes.T).argmax(1)
     recalls = [float((guess[targets == c] == c).mean()) for c in (0, 1, 2, 4, 5)]
-    found = ct.zero_shot_metrics(*map(torch.from_numpy, (image, classes, targets)), ks=(1,), tile=7)
+    given = torch.from_numpy(image), torch.from_numpy(classes), torch.from_numpy(targets)
+    found = ct.zero_shot_metrics(*given, ks=(1,), tile=7)
     assert found["zero_shot_per_class"] == pytest.approx(np.mean(recalls), abs=1e-12)
     assert found["zero_shot_top1"] == pytest.approx(float((guess == targets).mean()), abs=1e-12)
     assert found["zero_shot_per_class"] != pytest.approx(found["zero_shot_top1"], abs=1e-3)

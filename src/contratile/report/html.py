@@ -27,7 +27,18 @@ _TITLES = {
     "grad_norm": "norm of the gradient",
     "samples_per_second": "samples per second",
 }
-_NO_CURVE = ("step", "epoch", "memory", "loss_memory", "dense_memory", "broken", "skipped", "pairs", "seconds")
+_NO_CURVE = (
+    "step",
+    "epoch",
+    "memory",
+    "loss_memory",
+    "dense_memory",
+    "broken",
+    "skipped",
+    "pairs",
+    "seconds",
+    "zero_shot_left_out",
+)
 
 SHEET_TEXT = "Held-out texts, each with the nearest held-out images; a frame and a tick mark the right one."
 SEARCH_TEXT = (

@@ -126,6 +126,30 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Zero-shot classification during training, beside retrieval on held-out pairs."""
+
+    zero_shot: str = ""
+    """Data to classify: named as in --data, with class names as texts, or the folder of a CLIP_benchmark data set."""
+
+    classes: str = ""
+    """Class names: imagenet (from open_clip) or a file with one per line; default: the distinct texts of the data."""
+
+    templates: str = ""
+    """Prompts: openai or simple (from open_clip) or a file with one per line; {} stands for the class name."""
+
+    zero_shot_every: int = 0
+    """Steps between zero-shot evaluations; 0: at every evaluation. There is always one at the end."""
+
+    def __post_init__(self) -> None:
+        check_count("zero_shot_every", self.zero_shot_every, least=0)
+        for name in ("classes", "templates", "zero_shot_every"):
+            if getattr(self, name) and not self.zero_shot:
+                remedy = "Pass --zero-shot, or drop it."
+                bad_value(name, expected="data to classify (--zero-shot)", got=getattr(self, name), remedy=remedy)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Train two encoders with a contrastive loss at any batch size."""
 
@@ -143,6 +167,9 @@ class TrainConfig:
 
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimiser and its schedule."""
+
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    """Zero-shot evaluation."""
 
     def __post_init__(self) -> None:
         run, loss = self.run, self.loss
@@ -175,7 +202,7 @@ class TrainConfig:
                     bad_value(name, expected=f"none with --loss {loss.loss}", got=getattr(loss, name), remedy=remedy)
 
 
-SECTIONS = ("run", "data", "towers", "loss", "optim")
+SECTIONS = ("run", "data", "towers", "loss", "optim", "eval")
 CONFIG = "config.toml"
 """Name of the configuration file in a run's folder."""
 
@@ -221,6 +248,9 @@ def load_config(path: Path, default: TrainConfig | None = None, *, allow_pipe: b
         return config
     names = [name for name in ("data", "test_data") if name in given.get("data", {})]
     foreign = {name: Foreign(getattr(config.data, name), origin=str(path)) for name in names}
+    if "zero_shot" in given.get("eval", {}):
+        named = Foreign(config.eval.zero_shot, origin=str(path))
+        config = replace(config, eval=replace(config.eval, zero_shot=named))
     return replace(config, data=replace(config.data, **foreign))  # type: ignore[arg-type]  # Foreign is a str
 
 

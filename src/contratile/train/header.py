@@ -34,6 +34,7 @@ def header(trainer: Trainer) -> list[str]:
     told = [
         ("pairs", f"{_counted(trainer.source)}; held out: {_counted(trainer.held_out)}"),
         *_columns(trainer.source),
+        *([("zero-shot", _counted(trainer.zero_shot.source))] if trainer.zero_shot is not None else []),
         ("towers", _towers(trainer)),
         ("device", f"{trainer.accelerator.device}, {world} process{'es' * (world > 1)}, {run.precision}"),
         ("steps", f"{trainer.steps:,} of {trainer.loader.batch:,} pairs in chunks of {run.chunk:,}{epochs}"),

@@ -96,7 +96,7 @@ def write_results(trainer: Trainer, outcome: Outcome, notify: Callable[[str], ob
         config=to_dict(config),
         history=history(run),
         final=outcome.metrics,
-        chance=chance(held_out),
+        chance=chance(held_out) | (trainer.zero_shot.chance if trainer.zero_shot is not None else {}),
         sheet=sheet,
         found=() if pictures else found,
         searched=png(contact_sheet(searched, columns=COLUMNS)) if pictures and searched else b"",
@@ -124,6 +124,8 @@ def _notes(trainer: Trainer, held_out: SourceFeatures, gallery: Gallery) -> list
         notes.append(f"Repeated items count once ({counts}); any matching item counts as a hit.")
     if bool(gallery.trained.any()):
         notes.append(f"Search covers {gallery.counts()}.")
+    if trainer.zero_shot is not None:
+        notes.append(f"Zero-shot metrics are of {trainer.zero_shot.source.name}.")
     n, loss = config.run.batch, config.loss
     ours = tiled_loss_bytes(
         n,
