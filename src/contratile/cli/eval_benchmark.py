@@ -58,6 +58,7 @@ def evaluate_benchmark(options: Any, report: Callable[[dict[str, Any]], object])
     Returns:
         The exit code: 1 if a data set could not be evaluated.
     """
+    import torch
     from rich.console import Console
 
     from contratile.data.clip_benchmark import choose_sets, find_sets
@@ -76,6 +77,7 @@ def evaluate_benchmark(options: Any, report: Callable[[dict[str, Any]], object])
         remedy = "Its data sets hold images."
         bad_value("run", expected="encoders of image and text", got=" and ".join(towers.kinds), remedy=remedy)
     rank, world, device, share = 0, 1, best_device(), _alone
+    joined = torch.distributed.is_available() and torch.distributed.is_initialized()
     if processes_started() > 1:
         accelerator = join(_plain(config.run))
         rank, world = accelerator.process_index, accelerator.num_processes
@@ -99,7 +101,10 @@ def evaluate_benchmark(options: Any, report: Callable[[dict[str, Any]], object])
     if rank == 0:
         report({"step": step, "datasets": rows})
     # All processes end with the same code, and after the report: torchrun ends the others when one fails.
-    return int(share(any("error" in row for row in rows.values()))[0])
+    failed = share(any("error" in row for row in rows.values()))[0]
+    if world > 1 and not joined:
+        torch.distributed.destroy_process_group()  # gloo's threads could abort the process at its exit
+    return int(failed)
 
 
 def _evaluate_set(

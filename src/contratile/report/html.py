@@ -14,7 +14,7 @@ from typing import Any
 
 from contratile.data.files import written_whole
 from contratile.report.curves import curve
-from contratile.report.metric_text import PAIRWISE, PICTURES, in_words
+from contratile.report.metric_text import PAIRWISE, PICTURES, in_digits, in_words
 from contratile.report.sheets import SheetRow
 from contratile.report.tracking import numbers, size
 
@@ -161,7 +161,7 @@ def _metrics(final: Mapping[str, float], chance: Mapping[str, float], sides: tup
     for name, value in final.items():
         level = chance.get(name)
         beside = ["", ""] if level is None else [f"{level:.2%}", f"{value / level:.1f}" if level else ""]
-        rows.append([_words(name, sides), f"{value:.4g}" if level is None else f"{value:.2%}", *beside])
+        rows.append([_words(name, sides), in_digits(value) if level is None else f"{value:.2%}", *beside])
     return _table(["metric", "reached", "chance", "times chance"], rows, aligned=True)
 
 

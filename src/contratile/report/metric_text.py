@@ -62,6 +62,11 @@ def in_words(name: str, sides: Sides) -> str:
     return ZERO_SHOT.get(name) or name.replace("_", " ")
 
 
+def in_digits(value: float) -> str:
+    """A count in full, other numbers in four digits."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
 def zero_shot_lines(metrics: Mapping[str, float], chance: Mapping[str, float]) -> list[str]:
     """A line per zero-shot metric, with its chance level if it has one."""
     lines = []
@@ -69,7 +74,7 @@ def zero_shot_lines(metrics: Mapping[str, float], chance: Mapping[str, float]) -
         if name in metrics:
             value = metrics[name]
             level = f" (chance {chance[name]:.4f})" if name in chance else ""
-            lines.append(f"{called} {value:,}" if name == "zero_shot_left_out" else f"{called} {value:.4f}{level}")
+            lines.append(f"{called} {value:,}" if isinstance(value, int) else f"{called} {value:.4f}{level}")
     return lines
 
 
@@ -79,7 +84,7 @@ def in_a_line(metrics: Mapping[str, float], sides: Sides = PICTURES) -> str:
     for called, way in ways(sides).items():
         mine = [f"{name} {value:.4g}" for name, value in of_way(metrics, way).items() if name != "mean rank"]
         parts += [f"{called} {', '.join(mine)}"] if mine else []
-    rest = [f"{in_words(name, sides)} {value:.4g}" for name, value in metrics.items() if not name.startswith(WAYS)]
+    rest = [f"{in_words(name, sides)} {in_digits(x)}" for name, x in metrics.items() if not name.startswith(WAYS)]
     return " · ".join(parts + rest)
 
 

@@ -14,6 +14,7 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from contratile.data.catalog import is_source
 from contratile.data.foreign import from_the_same
 from contratile.data.shards import is_shards
 from contratile.data.tables import SUFFIXES
@@ -50,7 +51,7 @@ def absolute_paths(config: TrainConfig) -> TrainConfig:
 
 def absolute_zero_shot(name: str) -> str:
     """Make the path in the name of zero-shot data absolute: a folder, or as in `absolute_data`."""
-    return _absolute(name) if name and Path(name).is_dir() else absolute_data(name)
+    return _absolute(name) if name and not is_source(name) and Path(name).is_dir() else absolute_data(name)
 
 
 def absolute_data(name: str) -> str:

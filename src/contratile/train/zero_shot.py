@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from contratile.data.catalog import SOURCES, open_source
+from contratile.data.catalog import is_source, open_source
 from contratile.data.clip_benchmark import BenchmarkSet, BenchmarkShards, is_set, open_set
 from contratile.data.sample import Indexed, Stream
 from contratile.errors import bad_value
@@ -68,7 +68,7 @@ def open_zero_shot(config: TrainConfig) -> ZeroShot | None:
         return None
     templates = load_templates(asked.templates) if asked.templates else []
     folder = Path(asked.zero_shot)
-    if folder.is_dir():
+    if not is_source(asked.zero_shot) and folder.is_dir():  # ./icons is a folder, icons the built-in data
         if not is_set(folder):
             remedy = "A data set has classnames.txt and test/nshards.txt. Name one of those in the folder."
             bad_value("zero_shot", expected="one data set of CLIP_benchmark", got=asked.zero_shot, remedy=remedy)
@@ -80,7 +80,7 @@ def open_zero_shot(config: TrainConfig) -> ZeroShot | None:
             remedy = "Evaluate it with `contratile eval RUN --benchmark FOLDER`."
             bad_value("zero_shot", expected="a data set with classes", got="one of retrieval", remedy=remedy)
         return _OfSet(data)
-    if not any(entry.fits(asked.zero_shot) for entry in SOURCES):
+    if not is_source(asked.zero_shot):
         expected = "data as in --data, or the folder of a CLIP_benchmark data set"
         remedy = "Check the path." if "/" in asked.zero_shot else "See docs/evaluate.md."
         bad_value("zero_shot", expected=expected, got=repr(str(asked.zero_shot)), remedy=remedy)
