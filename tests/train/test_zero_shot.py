@@ -55,7 +55,7 @@ def expected(run: Path, coloured: Path, names: list[str], templates: tuple[str, 
     towers = load_run(run, "last").towers
     weights = benchmarks.class_weights(towers.right, names, templates)
     rows = [row.split(",") for row in coloured.read_text().splitlines()[1:]]
-    rows = [(path, colour) for path, colour in rows if colour in names]
+    rows = [row for row in rows if row[1] in names]
     images = [benchmarks.encode(towers.left, [Image.open(coloured.parent / path).convert("RGB")]) for path, _ in rows]
     order = (-(np.concatenate(images) @ weights.T)).argsort(1)
     targets = np.array([names.index(colour) for _, colour in rows])
