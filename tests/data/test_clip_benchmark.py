@@ -38,6 +38,8 @@ def test_all_data_sets_of_a_folder(tmp_path: Path) -> None:
     found = find_sets(folder)
     assert list(found) == ["vtab/wds_two", "wds_colours", "wds_many", "wds_pairs", "wds_unfinished"]
     assert list(find_sets(folder / "wds_many")) == ["wds_many"]
+    (folder / "vtab").rename(folder / "wds_vtab")
+    assert "wds_vtab/wds_two" in find_sets(folder) and "wds_vtab" not in find_sets(folder)
     assert list(choose_sets(found, ["pairs", "vtab/wds_two"])) == ["wds_pairs", "vtab/wds_two"]
     assert choose_sets(found, []) == found
     with pytest.raises(ValueError, match=r"datasets: expected one of vtab/wds_two, .* got 'colors'. Did you mean col"):

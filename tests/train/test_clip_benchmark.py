@@ -225,6 +225,7 @@ def test_features_that_are_not_finite_are_never_a_result(
         (["--allow-pipe"], "--allow-pipe: expected no other data"),
         (["--datasets", "nothing"], "datasets: expected one of vtab/wds_two"),
         (["--templates", "none.txt"], "templates: expected openai or simple, or a file"),
+        (["--broken-limit", "-1"], "broken_limit: expected 0 or more, got -1"),
         (["--chunk", "0"], "--chunk: expected at least 1"),
         (["--workers", "-1"], "--workers: expected at least 0"),
         (["--out", "."], "--out: expected the name of a file to write, got the folder ."),

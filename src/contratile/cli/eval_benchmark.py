@@ -5,15 +5,14 @@ read gives a row that says why; the others are still evaluated.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from contratile.errors import bad_value, check_count
 from contratile.printable import printable
 
 Row = dict[str, Any]
-Share = Callable[[Any], list[Any]]
-"""Gives every rank the objects of all ranks."""
 
 COLUMNS = {
     "acc1": "acc1",
@@ -30,7 +29,7 @@ COLUMNS = {
 CONFLICTS = ("data", "left", "right", "root", "split", "classes", "allow_pipe")
 """Options of other data, without meaning for a benchmark folder."""
 
-SKIPPED = (ValueError, TypeError, OSError, ImportError, FloatingPointError)
+SKIPPED = (ValueError, OSError, ImportError, FloatingPointError)
 """Errors that end the evaluation of one data set only."""
 
 
@@ -60,6 +59,7 @@ def evaluate_benchmark(options: Any, report: Callable[[dict[str, Any]], object])
     """
     import torch
     from rich.console import Console
+    from rich.text import Text
 
     from contratile.data.clip_benchmark import choose_sets, find_sets
     from contratile.models.encoding import best_device
@@ -76,70 +76,77 @@ def evaluate_benchmark(options: Any, report: Callable[[dict[str, Any]], object])
     if towers.kinds != ("image", "text"):
         remedy = "Its data sets hold images."
         bad_value("run", expected="encoders of image and text", got=" and ".join(towers.kinds), remedy=remedy)
-    rank, world, device, share = 0, 1, best_device(), _alone
+    if options.broken_limit is not None:
+        config = replace(config, data=replace(config.data, broken_limit=options.broken_limit))
     joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+    work = _Work(towers.to(best_device()), options, templates, config.data.broken_limit)
     if processes_started() > 1:
-        accelerator = join(_plain(config.run))
-        rank, world = accelerator.process_index, accelerator.num_processes
-        device, share = accelerator.device, gather_objects
-    towers.to(device)
-    limit = config.data.broken_limit if options.broken_limit is None else options.broken_limit
-    console = Console(stderr=True, quiet=rank != 0)
+        accelerator = join(replace(config.run, precision="fp32"))
+        place = accelerator.process_index, accelerator.num_processes
+        work = work._replace(towers=towers.to(accelerator.device), rank=place[0], world=place[1], share=gather_objects)
+    console = Console(stderr=True, quiet=work.rank != 0)
     rows: dict[str, Row] = {}
     with console.status("evaluating") as status:
         for name, folder in folders.items():
 
             def show(done: int, name: str = name) -> None:
-                status.update(printable(f"{name}: {done * world:,} samples"))
+                status.update(Text(printable(f"{name}: {done * work.world:,} samples")))
 
-            row = _evaluate_set(towers, folder, name, templates, options, limit, (rank, world), share, show)
-            if rank == 0:
+            row = _evaluate_set(work, folder, name, show)
+            if work.rank == 0:
                 rows[name] = row
                 if not console.is_terminal:
                     done = row.get("error") or f"{row['samples']:,} samples"
                     console.print(printable(f"{name}: {done}"), markup=False, highlight=False, soft_wrap=True)
-    if rank == 0:
+    if work.rank == 0:
         report({"step": step, "datasets": rows})
     # All processes end with the same code, and after the report: torchrun ends the others when one fails.
-    failed = share(any("error" in row for row in rows.values()))[0]
-    if world > 1 and not joined:
+    failed = work.share(any("error" in row for row in rows.values()))[0]
+    if work.world > 1 and not joined:
         torch.distributed.destroy_process_group()  # gloo's threads could abort the process at its exit
     return int(failed)
 
 
-def _evaluate_set(
-    towers: Any,
-    folder: Path,
-    name: str,
-    templates: list[str],
-    options: Any,
-    broken_limit: float,
-    place: tuple[int, int],
-    share: Share,
-    notify: Callable[[int], object],
-) -> Row:
+def _alone(mine: Any) -> list[Any]:
+    return [mine]
+
+
+class _Work(NamedTuple):
+    """What is the same for all data sets."""
+
+    towers: Any
+    options: Any
+    templates: list[str]
+    broken_limit: float
+    rank: int = 0
+    world: int = 1
+    share: Callable[[Any], list[Any]] = _alone
+    """Gives every rank the objects of all ranks. Collective."""
+
+
+def _evaluate_set(work: _Work, folder: Path, name: str, notify: Callable[[int], object]) -> Row:
     """The row of one data set; on other ranks than the main one an empty one."""
     from contratile.data.clip_benchmark import BenchmarkShards, open_set
     from contratile.train.clip_benchmark import encode_classes, encode_part, merge, merge_classes, set_metrics
 
-    part, parts = place
+    share, options = {"part": work.rank, "parts": work.world}, work.options
     mine: Any
     try:
-        data = open_set(folder, name, templates)
-        source = BenchmarkShards(data, part=part, parts=parts, limit=options.limit)
-        classes = encode_classes(towers, data, chunk=options.chunk, part=part, parts=parts)
-        mine = encode_part(towers, source, chunk=options.chunk, workers=options.workers, notify=notify), classes
+        data = open_set(folder, name, work.templates)
+        source = BenchmarkShards(data, **share, limit=options.limit)
+        classes = encode_classes(work.towers, data, chunk=options.chunk, **share)
+        mine = encode_part(work.towers, source, chunk=options.chunk, workers=options.workers, notify=notify), classes
     except SKIPPED as error:
         mine = _sentence(error)
-    found = share(mine)
-    if part:
+    found = work.share(mine)
+    if work.rank:
         return {}
     errors = [each for each in found if isinstance(each, str)]
     if errors:
         return {"error": errors[0]}
     try:
         whole = merge([samples for samples, _ in found])
-        metrics = set_metrics(data, whole, merge_classes([each for _, each in found]), broken_limit=broken_limit)
+        metrics = set_metrics(data, whole, merge_classes([x for _, x in found]), broken_limit=work.broken_limit)
     except SKIPPED as error:
         return {"error": _sentence(error)}
     facts: Row = {"task": data.task, "samples": len(whole.labels), "broken": whole.broken.total()}
@@ -152,17 +159,6 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def _alone(mine: Any) -> list[Any]:
-    return [mine]
-
-
-def _plain(run: Any) -> Any:
-    """The options of a run with which processes connect for an evaluation."""
-    from dataclasses import replace
-
-    return replace(run, precision="fp32")
 
 
 def benchmark_table(rows: Mapping[str, Row]) -> list[str]:

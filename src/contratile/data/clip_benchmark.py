@@ -89,11 +89,11 @@ def find_sets(folder: Path) -> dict[str, Path]:
         return {folder.resolve().name: folder}
     found: dict[str, Path] = {}
     for child in _folders(folder):
-        if child.name.startswith(PREFIX) or is_set(child):
+        inner = {} if is_set(child) else {f"{child.name}/{path.name}": path for path in _folders(child) if is_set(path)}
+        if inner:
+            found |= inner
+        elif is_set(child) or child.name.startswith(PREFIX):  # by its name one that is incomplete
             found[child.name] = child
-        else:
-            inner = [path for path in _folders(child) if path.name.startswith(PREFIX) or is_set(path)]
-            found |= {f"{child.name}/{path.name}": path for path in inner}
     if not found:
         remedy = f"A data set is a folder with {CLASSES} and test/nshards.txt."
         bad_value("benchmark", expected="data sets of CLIP_benchmark", got=f"none in {folder}", remedy=remedy)
