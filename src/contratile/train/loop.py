@@ -49,7 +49,7 @@ from contratile.train.resume import check_options, claim_and_find_checkpoint, ru
 from contratile.train.setup import check_kinds, check_sharding, fit_batch, gallery_has_training, steps_of
 from contratile.train.sharding import load_model, requested_by_accelerate, sharded_like, whole, without_foreach
 from contratile.train.stopping import signals
-from contratile.train.zero_shot import ZeroShot, open_zero_shot
+from contratile.train.zero_shot_data import ZeroShot, open_zero_shot
 
 BEST = "text_to_image_R@10"
 """The metric whose best checkpoint is kept."""
