@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from contratile.cli import main
+from contratile.data.clip_benchmark import BenchmarkShards, open_set
 from contratile.train import load
+from contratile.train.clip_benchmark import encode_classes, encode_part, merge, merge_classes, set_metrics
 from contratile.train.load import load_run
 from contratile.train.loop import Trainer
 from tests.data import benchmarks
@@ -140,6 +142,21 @@ def test_several_ranks_share_the_work(
     good = {name: metrics(row) for name, row in found.items() if name != "wds_cut"}
     assert good == {name: pytest.approx(values, abs=1e-9) for name, values in expected.items()}
     assert "terminate called" not in errors
+
+
+@pytest.mark.parametrize("parts", [1, 2, 7, 40])
+@pytest.mark.parametrize("name", ["wds_colours", "wds_many", "wds_pairs"])
+def test_parts_together_are_the_whole(
+    run: Path, bench: Path, expected: dict[str, dict[str, float]], name: str, parts: int
+) -> None:
+    """Also if there are more ranks than samples or classes, so that some have none."""
+    towers, data = load_run(run).towers, open_set(bench / name)
+    shares = [{"part": part, "parts": parts} for part in range(parts)]
+    samples = [encode_part(towers, BenchmarkShards(data, **share), chunk=4) for share in shares]
+    classes = [encode_classes(towers, data, chunk=5, **share) for share in shares]
+    found = set_metrics(data, merge(samples), merge_classes(classes), broken_limit=0)
+    assert found == pytest.approx(expected[name], abs=1e-9)
+    assert parts < 40 or any(not part.labels for part in samples)
 
 
 def test_ordinary_data_under_torchrun_is_refused(
