@@ -1,8 +1,11 @@
 """Tiled metrics: open_clip's numbers on the same features, several texts of an image, ties, memory."""
 
+import math
 import subprocess
 import sys
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -68,6 +71,62 @@ def test_zero_shot() -> None:
     assert found["zero_shot_top5"] == pytest.approx((best == targets[:, None]).any(1).double().mean().item())
 
 
+def test_per_class_recall_is_balanced_accuracy() -> None:
+    """Class by class in numpy; class 3 of 6 never occurs and does not count."""
+    random = np.random.default_rng(0)
+    image, classes = random.normal(size=(90, 8)), random.normal(size=(6, 8))
+    targets = random.choice([0, 0, 0, 0, 1, 2, 4, 5], size=90)
+    guess = (image @ classes.T).argmax(1)
+    recalls = [float((guess[targets == c] == c).mean()) for c in (0, 1, 2, 4, 5)]
+    given = torch.from_numpy(image), torch.from_numpy(classes), torch.from_numpy(targets)
+    found = ct.zero_shot_metrics(*given, ks=(1,), tile=7)
+    assert found["zero_shot_per_class"] == pytest.approx(np.mean(recalls), abs=1e-12)
+    assert found["zero_shot_top1"] == pytest.approx(float((guess == targets).mean()), abs=1e-12)
+    assert found["zero_shot_per_class"] != pytest.approx(found["zero_shot_top1"], abs=1e-3)
+
+
+def average_precision(scores: "np.ndarray[Any, Any]", truth: "np.ndarray[Any, Any]") -> float:
+    """Of one class: at every positive, how many of the images scored at least as high are positives."""
+    found = [truth[scores >= score].mean() for score in scores[truth]]
+    return float(sum(found) / max(1, truth.sum()))
+
+
+@pytest.mark.parametrize("block", [None, 1, 3, 100])
+def test_mean_average_precision(block: int | None) -> None:
+    random = np.random.default_rng(1)
+    image, classes = random.normal(size=(50, 8)), random.normal(size=(7, 8))
+    truth = random.random((50, 7)) < 0.2
+    truth[:, 2] = False  # a class without images
+    expected = np.mean([average_precision(image @ classes[c], truth[:, c]) for c in range(7)])
+    given = torch.from_numpy(image), torch.from_numpy(classes)
+    for targets in (torch.from_numpy(truth), torch.from_numpy(truth.astype(np.int64))):
+        assert ct.mean_average_precision(*given, targets, block=block) == pytest.approx(expected, abs=1e-12)
+    assert 0.05 < expected < 0.9
+
+
+def test_mean_average_precision_of_equal_scores_does_not_depend_on_their_order() -> None:
+    """Features that are all alike reach the share of positives; some equal scores count as one threshold."""
+    truth = torch.tensor([[1], [1], [0], [0], [0], [0]])
+    same, one = torch.ones(6, 4), torch.ones(1, 4)
+    assert ct.mean_average_precision(same, one, truth) == pytest.approx(2 / 6)
+    assert ct.mean_average_precision(same, one, truth.flip(0)) == pytest.approx(2 / 6)
+    levels = torch.tensor([[3.0], [2], [2], [2], [1], [1]])
+    expected = average_precision(levels[:, 0].numpy(), truth[:, 0].numpy() > 0)
+    assert ct.mean_average_precision(levels, torch.ones(1, 1), truth) == pytest.approx(expected)
+    for turn in ([0, 3, 2, 1, 5, 4], [5, 4, 3, 2, 1, 0]):
+        assert ct.mean_average_precision(levels[turn], torch.ones(1, 1), truth[turn]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_features_that_are_not_finite_have_no_metrics(value: float) -> None:
+    image, classes = torch.eye(4), torch.eye(4)
+    image[2, 1] = value
+    assert all(map(math.isnan, ct.zero_shot_metrics(image, classes, torch.arange(4)).values()))
+    assert math.isnan(ct.mean_average_precision(image, classes, torch.eye(4)))
+    huge = torch.full((4, 4), 1e30)
+    assert math.isnan(ct.mean_average_precision(huge, huge, torch.eye(4)))
+
+
 @pytest.mark.parametrize("tile", [1, 5, 1000])
 def test_nearest(tile: int) -> None:
     query, gallery = pairs(9, 8)[0], pairs(33, 8, seed=5)[0]
@@ -86,6 +145,12 @@ def test_errors_teach() -> None:
         ct.retrieval_metrics(image, text, image_of_text=torch.full((6,), 6))
     with pytest.raises(ValueError, match=r"targets: expected shape \[6\]"):
         ct.zero_shot_metrics(image, text, torch.zeros(5, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"targets: expected shape \[6, 6\].*got \[6\]. For one class per image"):
+        ct.mean_average_precision(image, text, torch.zeros(6))
+    with pytest.raises(ValueError, match=r"targets: expected 0 and 1, got other values"):
+        ct.mean_average_precision(image, text, torch.full((6, 6), 0.5))
+    with pytest.raises(ValueError, match=r"block: expected at least 1"):
+        ct.mean_average_precision(image, text, torch.eye(6), block=0)
 
 
 @pytest.mark.slow

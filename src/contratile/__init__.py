@@ -24,6 +24,7 @@ from contratile.losses.modules import NTXent as NTXent
 from contratile.losses.modules import SigLipLoss as SigLipLoss
 from contratile.losses.modules import SupCon as SupCon
 from contratile.losses.normalized import NotNormalizedWarning as NotNormalizedWarning
+from contratile.metrics import mean_average_precision as mean_average_precision
 from contratile.metrics import nearest as nearest
 from contratile.metrics import retrieval_metrics as retrieval_metrics
 from contratile.metrics import zero_shot_metrics as zero_shot_metrics

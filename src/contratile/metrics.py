@@ -1,7 +1,8 @@
 """Retrieval and zero-shot metrics, computed tile by tile without an N x M matrix of scores.
 
     retrieval_metrics(image, text)                     # R@1, R@5, R@10, mean and median rank, both directions
-    zero_shot_metrics(image, classes, targets)         # top-1, top-5 accuracy
+    zero_shot_metrics(image, classes, targets)         # top-1, top-5 accuracy, mean per-class recall
+    mean_average_precision(image, classes, targets)    # several classes per image
     nearest(query, gallery, 10)                        # scores and indices of the best keys of each query
 
 The rank of a positive is 1 + the number of other keys that score strictly higher. Among keys with exactly the same
@@ -110,21 +111,84 @@ def zero_shot_metrics(
         tile: Rows and columns of a tile.
 
     Returns:
-        {"zero_shot_top1": ..., "zero_shot_top5": ...}; NaN if a feature is not finite.
+        `zero_shot_top1`, `zero_shot_top5` and so on, and `zero_shot_per_class`: the top-1 accuracy of each class,
+        averaged over the classes that occur in `targets` (balanced accuracy). All NaN if a feature is not finite.
 
     Examples:
         >>> import torch, contratile as ct
         >>> ct.zero_shot_metrics(torch.eye(4), torch.eye(4), torch.tensor([0, 1, 2, 0]), ks=(1,))
-        {'zero_shot_top1': 0.75}
+        {'zero_shot_top1': 0.75, 'zero_shot_per_class': 0.8333333333333334}
     """
     check_features({"image": image, "classes": classes}, empty=False)
     check_choice("ties", ties, get_args(Ties))
     check_vector("targets", targets, length=len(image), device=image.device)
     check_labels(targets, len(classes), name="targets", rows="classes")
     if not (_finite(image) and _finite(classes)):
-        return {f"zero_shot_top{k}": float("nan") for k in ks}
+        return {name: float("nan") for name in (*(f"zero_shot_top{k}" for k in ks), "zero_shot_per_class")}
     ranks, _ = _ranks(image, classes, targets.long(), cols=False, ties=ties, backend=backend, tile=tile)
-    return {f"zero_shot_top{k}": _share(ranks, k) for k in ks}
+    accuracy = {f"zero_shot_top{k}": _share(ranks, k) for k in ks}
+    return accuracy | {"zero_shot_per_class": _per_class(ranks, targets.long().cpu())}
+
+
+@torch.no_grad()
+def mean_average_precision(image: Tensor, classes: Tensor, targets: Tensor, *, block: int | None = None) -> float:
+    """Mean average precision of images with any number of classes each, as in CLIP_benchmark. Replaces
+
+        order = (image @ classes.T).argsort(0, descending=True)
+        truth = targets.gather(0, order).double()                                      # [N, C], by rank
+        precision = truth.cumsum(0) / torch.arange(1, len(image) + 1)[:, None]
+        return ((precision * truth).sum(0) / truth.sum(0).clamp_min(1)).mean()
+
+    but holds only some columns of the scores at a time. Images with exactly the same score enter together, so that the
+    result does not depend on their order.
+
+    Args:
+        image: Features [N, D].
+        classes: Features [C, D], one per class.
+        targets: [N, C] whether an image belongs to a class: bool, or 0 and 1.
+        block: Classes to score at once; None picks a number that takes a few MiB.
+
+    Returns:
+        The mean over all classes; a class without any image counts as 0. NaN if a feature is not finite.
+
+    Examples:
+        >>> import torch, contratile as ct
+        >>> ct.mean_average_precision(torch.eye(3), torch.eye(3), torch.eye(3) > 0)
+        1.0
+    """
+    check_features({"image": image, "classes": classes}, empty=False)
+    targets = _multi_hot(targets, image, classes)
+    if block is not None:
+        check_count("block", block, least=1)
+    if not (_finite(image) and _finite(classes)):
+        return float("nan")
+    width = block or max(1, AP_SCORES // len(image))
+    precise = torch.promote_types(image.dtype, torch.float32)
+    wide = image.to(precise)
+    total = 0.0
+    for start in range(0, len(classes), width):
+        scores = wide @ classes[start : start + width].to(precise).t()
+        if not _finite(scores):  # products that overflow have no order
+            return float("nan")
+        total += _average_precisions(scores, targets[:, start : start + width]).sum().item()
+    return total / len(classes)
+
+
+AP_SCORES = 1 << 21
+"""Scores that `mean_average_precision` sorts at once."""
+
+
+def _average_precisions(scores: Tensor, truth: Tensor) -> Tensor:
+    """Average precision of each column: the mean precision at the ranks of its positives."""
+    scores, order = scores.sort(0, descending=True)
+    truth = truth.gather(0, order).cpu()
+    rank = torch.arange(1, len(truth) + 1)[:, None].expand_as(truth)
+    ends = torch.ones_like(truth)
+    ends[:-1] = (scores[1:] != scores[:-1]).cpu()
+    # The rank of the last image with the same score: the next one at which a group of equal scores ends.
+    last = rank.where(ends, len(truth)).flip(0).cummin(0).values.flip(0)
+    precision = truth.cumsum(0).gather(0, last - 1).double() / last
+    return (precision * truth).sum(0) / truth.sum(0).clamp_min(1)
 
 
 @torch.no_grad()
@@ -181,6 +245,34 @@ def _pairs(image: Tensor, text: Tensor, image_of_text: Tensor | None, pairs: Ten
     check_vector("image_of_text", image_of_text, length=len(text), device=text.device)
     check_labels(image_of_text, len(image), name="image_of_text", rows="image")
     return torch.stack([image_of_text.long(), torch.arange(len(text), device=text.device)], 1)
+
+
+def _multi_hot(targets: Tensor, image: Tensor, classes: Tensor) -> Tensor:
+    """Targets [N, C] as bool."""
+    if not isinstance(targets, Tensor):
+        remedy = "Pass 1 where an image belongs to a class."
+        bad_type("targets", expected="a tensor of shape [N, C]", got=type(targets).__name__, remedy=remedy)
+    if tuple(targets.shape) != (len(image), len(classes)):
+        expected = f"shape [{len(image)}, {len(classes)}], one row per image and one column per class"
+        remedy = "For one class per image use zero_shot_metrics."
+        bad_value("targets", expected=expected, got=list(targets.shape), remedy=remedy)
+    if targets.device != image.device:
+        remedy = f"Move it with targets.to({str(image.device)!r})."
+        bad_type("targets", expected=f"device {image.device}", got=targets.device, remedy=remedy)
+    found = targets.bool()
+    if not bool((targets == found).all()):
+        remedy = "Pass 1 where an image belongs to a class."
+        bad_value("targets", expected="0 and 1", got="other values", remedy=remedy)
+    return found
+
+
+def _per_class(ranks: Tensor, targets: Tensor) -> float:
+    """Top-1 accuracy of each class, averaged over the classes that occur."""
+    if bool(ranks.isnan().any()):
+        return float("nan")
+    count = targets.bincount()
+    hits = targets.bincount(weights=(ranks <= 1).double())
+    return (hits[count > 0] / count[count > 0]).mean().item()
 
 
 def _finite(x: Tensor) -> bool:

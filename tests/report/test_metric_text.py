@@ -1,6 +1,6 @@
 """Metrics in words."""
 
-from contratile.report.metric_text import in_a_line, in_words, table
+from contratile.report.metric_text import in_a_line, in_words, table, zero_shot_lines
 
 METRICS = {
     "image_to_text_mean_rank": 12.34,
@@ -14,7 +14,7 @@ METRICS = {
 
 
 def test_a_line() -> None:
-    told = "text to image R@1 0.25, median rank 7 · image to text R@1 0.5, median rank 1 · zero shot top1 0.75"
+    told = "text to image R@1 0.25, median rank 7 · image to text R@1 0.5, median rank 1 · zero-shot top-1 0.75"
     assert in_a_line(METRICS) == told
     assert in_a_line(METRICS, ("text", "text")).startswith("right to left R@1 0.25, ")
 
@@ -39,7 +39,7 @@ def test_sides_have_the_names_of_columns() -> None:
     assert table(METRICS, {}, sides)[1].startswith("answer to question  0.2500")
     assert in_words("image_to_text_R@5_pairwise", sides) == "question to answer R@5, pair by pair"
     assert in_words("text_to_image_median_rank", sides) == "answer to question median rank"
-    assert in_words("zero_shot_top1", sides) == "zero shot top1"
+    assert in_words("zero_shot_top1", sides) == "zero-shot top-1"
 
 
 def test_both_kinds_of_metrics() -> None:
@@ -59,3 +59,13 @@ def test_both_kinds_of_metrics() -> None:
         "chance, pair by pair         0.0200",
     ]
     assert in_a_line(metrics) == "text to image R@1 0.5 · image to text R@1 0.75"
+
+
+def test_zero_shot_metrics() -> None:
+    metrics = {"zero_shot_top1": 0.5, "zero_shot_mAP": 0.25, "zero_shot_left_out": 12345, "text_to_image_R@1": 1.0}
+    assert zero_shot_lines(metrics, {"zero_shot_top1": 0.1}) == [
+        "zero-shot top-1 0.5000 (chance 0.1000)",
+        "zero-shot mAP 0.2500",
+        "zero-shot samples left out 12,345",
+    ]
+    assert in_a_line(metrics).endswith("zero-shot mAP 0.25 · zero-shot samples left out 12,345")

@@ -2,11 +2,13 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from contratile.cli.eval_benchmark import benchmark_table, check_benchmark_options, evaluate_benchmark
 from contratile.cli.extras import TRAIN, missing, quiet_progress
 from contratile.cli.options import Parser
 from contratile.errors import bad_value, check_count
@@ -17,7 +19,9 @@ def parser() -> argparse.ArgumentParser:
     """The options of the command."""
     parser = Parser(
         prog="contratile eval",
-        description="Compute retrieval metrics of a run, and zero-shot accuracy if class names are given.",
+        description="Compute retrieval metrics of a run, and zero-shot accuracy if class names are given. With "
+        "--benchmark, evaluate all data sets of a CLIP_benchmark folder; the processes of torchrun share the work. "
+        "The exit code is then 1 if a data set could not be evaluated.",
     )
     parser.add_argument("run", type=Path, help="folder of a run")
     parser.add_argument(
@@ -36,16 +40,32 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--split", choices=("test", "train", "all"), help="which pairs to use (default: test; all if --data is given)"
     )
-    parser.add_argument("--classes", type=Path, help="file with one class name per line, for zero-shot classification")
-    parser.add_argument("--templates", type=Path, help="file with one prompt per line; {} stands for the class name")
-    parser.add_argument("--limit", type=int, default=0, help="use at most this many pairs (default: all)")
+    parser.add_argument(
+        "--classes",
+        help="class names for zero-shot classification: imagenet (from open_clip) or a file with one per line",
+    )
+    parser.add_argument(
+        "--templates",
+        help="prompts: openai or simple (from open_clip) or a file with one per line; {} stands for the class name",
+    )
+    parser.add_argument(
+        "--benchmark",
+        type=Path,
+        help="folder of a data set in CLIP_benchmark's webdataset layout, or of several (wds_imagenet1k/, ...)",
+    )
+    parser.add_argument("--datasets", nargs="+", help="with --benchmark: names of the data sets (default: all)")
+    parser.add_argument(
+        "--limit", type=int, default=0, help="use at most this many pairs, of each data set (default: all)"
+    )
     parser.add_argument("--chunk", type=int, default=256, help="pairs to encode at a time (default: 256)")
+    parser.add_argument("--workers", type=int, default=0, help="processes that decode images (default: 0)")
     parser.add_argument(
         "--broken-limit",
         type=float,
         help="stop if more samples than this are broken: below 1 a share, else a number (default: that of the run)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--out", type=Path, help="also write the JSON to this file")
     parser.add_argument(
         "--allow-pipe", action="store_true", help="allow the run's own data to start programs (pipe:COMMAND)"
     )
@@ -65,8 +85,47 @@ def evaluate(argv: Sequence[str]) -> int:
     if missing("eval", TRAIN, "train"):
         return 1
     quiet_progress()
+    check_benchmark_options(options)
+    _check_out(options.out)
+    if options.benchmark is not None:
+        return _benchmark(options)
     _evaluate(options)
     return 0
+
+
+def _benchmark(options: Any) -> int:
+    from contratile.ring.team import RankLost, watched
+
+    def report(results: dict[str, Any]) -> None:
+        _write(results, options.out)
+        print(json.dumps(results) if options.json else "\n".join(_told(results)), flush=True)
+
+    try:
+        with watched("to go on"):
+            return evaluate_benchmark(options, report)
+    except RankLost as error:
+        print(f"contratile eval: {error}", file=sys.stderr)
+        return 1
+
+
+def _told(results: Any) -> list[str]:
+    rows = results["datasets"]
+    return [f"{len(rows)} data set{'s' * (len(rows) > 1)}, weights of step {results['step']}", *benchmark_table(rows)]
+
+
+def _check_out(out: Path | None) -> None:
+    """Refuse a name that cannot be written to, before the work."""
+    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
+        got = f"the folder {out}" if out.is_dir() else f"{out}, whose folder does not exist"
+        bad_value("--out", expected="the name of a file to write", got=got, remedy="Choose another name.")
+
+
+def _write(results: Any, out: Path | None) -> None:
+    from contratile.data.files import written_whole
+
+    if out is not None:
+        with written_whole(out) as draft:
+            draft.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def _evaluate(options: Any) -> None:
@@ -74,15 +133,33 @@ def _evaluate(options: Any) -> None:
 
     from contratile.data.catalog import open_source
     from contratile.models.encoding import best_device, encode
-    from contratile.report.metric_text import neighbor_line, side_names, table
-    from contratile.train.evaluate import TEMPLATES, chance, labelled, neighbors, not_finite, retrieval, zero_shot
+    from contratile.report.metric_text import neighbor_line, side_names, table, zero_shot_lines
+    from contratile.train.class_names import load_classes, load_templates
+    from contratile.train.evaluate import (
+        TEMPLATES,
+        chance,
+        labelled,
+        neighbors,
+        not_finite,
+        retrieval,
+        zero_shot,
+        zero_shot_chance,
+    )
+    from contratile.train.launch import processes_started
     from contratile.train.load import load_run
     from contratile.train.results import left_out
     from contratile.train.setup import check_kinds
 
+    if processes_started() > 1:
+        remedy = "Start it without torchrun. With --benchmark several processes share the work."
+        bad_value("processes", expected="one", got=processes_started(), remedy=remedy)
+    if options.templates and not options.classes:
+        remedy = "Pass --classes too."
+        bad_value("--templates", expected="class names (--classes)", got=options.templates, remedy=remedy)
     # Read these files first, so that a wrong name fails before the work.
-    names = lines(options.classes) if options.classes else []
-    templates = lines(options.templates) if options.templates else TEMPLATES
+    names = load_classes(options.classes) if options.classes else []
+    templates = load_templates(options.templates) if options.templates else TEMPLATES
+    check_count("--workers", options.workers, least=0)
     check_count("--limit", options.limit, least=0)
     check_count("--chunk", options.chunk, least=1)
     for name in ("left", "right", "root"):
@@ -103,6 +180,7 @@ def _evaluate(options: Any) -> None:
             limit=options.limit,
             broken_limit=data.broken_limit,
             augment=views,
+            workers=options.workers,
             notify=lambda done: status.update(f"encoding: {done:,} pairs"),
         )
     wrong = not_finite(found, towers.kinds)
@@ -118,6 +196,7 @@ def _evaluate(options: Any) -> None:
     if names:
         rows = labelled(found.texts, names).rows
         metrics |= {"classes": len(names), "classified": len(rows), **zero_shot(towers, found, names, templates)}
+    _write(metrics, options.out)
     if options.json:
         print(json.dumps(metrics))
         return
@@ -128,9 +207,7 @@ def _evaluate(options: Any) -> None:
         print(line)
     if names:
         print(f"zero-shot, {len(names):,} classes, {metrics['classified']:,} samples whose text is one of them")
-        for k in (1, 5):
-            guess = min(1.0, k / len(names))
-            print(f"top-{k} {metrics[f'zero_shot_top{k}']:.4f} (chance {guess:.4f})")
+        print("\n".join(zero_shot_lines(metrics, zero_shot_chance(len(names)))))
 
 
 def _data(config: Any, options: Any) -> tuple[Any, Any]:
@@ -152,15 +229,3 @@ def _data(config: Any, options: Any) -> tuple[Any, Any]:
         remedy = f"If it has moved, pass its new path: --data PATH{words} --split {'all' if whole else split}."
         bad_value("data of the run", expected="what it was trained on", got=f"nothing at {gone}", remedy=remedy)
     return config, split
-
-
-def lines(path: Path) -> list[str]:
-    """The distinct lines of a file, without empty ones."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        bad_value(str(path), expected="a text file in UTF-8", got="other bytes", remedy="One name or prompt per line.")
-    found = dict.fromkeys(line.strip() for line in text.splitlines() if line.strip())
-    if not found:
-        bad_value(str(path), expected="one name or prompt per line", got="an empty file", remedy="Write some.")
-    return list(found)

@@ -182,7 +182,7 @@ def _progress(console: Any, status: Any) -> Callable[[str], object]:
 
 def _print_results(trainer: "Trainer", outcome: "Outcome", written: "Written") -> None:
     from contratile.cli.search import lines
-    from contratile.report.metric_text import neighbor_line, table
+    from contratile.report.metric_text import neighbor_line, table, zero_shot_lines
     from contratile.train.evaluate import chance
     from contratile.train.loop import BEST
 
@@ -192,6 +192,8 @@ def _print_results(trainer: "Trainer", outcome: "Outcome", written: "Written") -
     print(printable("\n".join(table(outcome.metrics, guess, trainer.sides)), lines=True))
     if line := neighbor_line(outcome.metrics):
         print(line)
+    if trainer.zero_shot is not None:
+        print("\n".join(zero_shot_lines(outcome.metrics, trainer.zero_shot.chance)))
     print(f"R@10 is {outcome.metrics[BEST] / guess[BEST]:.0f} times chance")
     print(
         f"These are the weights of step {outcome.step}. `contratile eval` uses the best ones, step {trainer.best_step}."

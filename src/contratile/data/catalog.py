@@ -274,6 +274,11 @@ SOURCES = (
 )
 
 
+def is_source(name: str) -> bool:
+    """Whether a name has the form of a data source."""
+    return any(entry.fits(name) for entry in SOURCES)
+
+
 def _entry(name: str) -> Entry:
     for entry in SOURCES:
         if entry.fits(name):

@@ -296,7 +296,7 @@ class Loader:
             self.broken[error.reason] += 1
             self._examples.setdefault(error.reason, error.key)
         limit, total = self.broken_limit, self.broken.total()
-        if total > (max(ALWAYS_TOLERATED, limit * self.seen) if 0 < limit < 1 else limit):
+        if too_many_broken(total, self.seen, limit):
             reasons = "; ".join(
                 f"{times} x {reason}, first {self._examples[reason]}" for reason, times in self.broken.most_common(5)
             )
@@ -306,6 +306,11 @@ class Loader:
                 got=f"{total} of {self.seen} ({reasons})",
                 remedy="Repair or remove them, or raise the limit (--broken-limit, a share or a number).",
             )
+
+
+def too_many_broken(broken: int, seen: int, limit: float) -> bool:
+    """Whether more samples are broken than a limit tolerates: below 1 a share of those seen, otherwise a number."""
+    return broken > (max(ALWAYS_TOLERATED, limit * seen) if 0 < limit < 1 else limit)
 
 
 def _unchanged(made: T) -> T:

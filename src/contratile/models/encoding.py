@@ -7,18 +7,19 @@ groups = matches(found)                            # distinct images, distinct t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from contratile.data.augment import AugmentConfig
 from contratile.data.loader import BROKEN_LIMIT, Loader
 from contratile.data.sample import Indexed, Stream
 from contratile.errors import bad_value
-from contratile.models.towers import LockedTowerHead, Towers
+from contratile.models.towers import LockedTowerHead, Tower, Towers
 
 
 class SourceFeatures(NamedTuple):
@@ -51,6 +52,7 @@ def encode(
     chunk: int,
     limit: int = 0,
     broken_limit: float = BROKEN_LIMIT,
+    workers: int = 0,
     notify: Callable[[int], object] = lambda done: None,
     kept: Mapping[str, Tensor] = MappingProxyType({}),
     augment: AugmentConfig | None = None,
@@ -63,6 +65,7 @@ def encode(
         chunk: Pairs that go through the encoders at a time.
         limit: Encode only the first `limit` pairs; 0 means all.
         broken_limit: How many samples may be unreadable before this raises: below 1 a share, else a number.
+        workers: Processes that read and prepare samples; 0: this process does.
         notify: Called with the number of pairs done after every chunk.
         augment: With two views, the right side is a random view of each image, always the same one; the left side is
             the image as it is.
@@ -79,16 +82,14 @@ def encode(
         >>> held_out = encode(towers, open_source(config.data, "test"), chunk=256)    # doctest: +SKIP
     """
     prepare = towers.left.prepare, towers.right.prepare
-    was_training = towers.training
-    towers.eval()
     device = towers.log_scale.device
     left: list[Tensor] = []
     right: list[Tensor] = []
     index, keys, texts, names = [], [], [], []
     broken: Counter[str] = Counter()
     options: dict[str, Any] = {"chunk": chunk, "limit": limit, "broken_limit": broken_limit, "broken": broken}
-    options["augment"] = augment
-    try:
+    options |= {"augment": augment, "workers": workers}
+    with evaluating(towers):
         for part in Loader.ordered(source, prepare, **options):
             for side, features in (("left", left), ("right", right)):
                 tower = getattr(towers, side)
@@ -103,14 +104,68 @@ def encode(
             texts += part.texts
             names += part.names
             notify(len(keys))
-    finally:
-        towers.train(was_training)
     if not keys:
         remedy = f"All {broken.total():,} of {source.name} are broken: {', '.join(broken)}."
         bad_value("data", expected="samples to evaluate on", got="none", remedy=remedy)
     views = augment is not None and augment.views == 2
     sides = torch.cat(left), torch.cat(right)
     return SourceFeatures(*sides, torch.cat(index), keys, texts, names, broken.total(), views)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Context in which a module is in evaluation mode."""
+    was_training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(was_training)
+
+
+class LeftFeatures(NamedTuple):
+    """Features of the left sides of a source in its own order, with their texts."""
+
+    left: Tensor  # [N, D] on the CPU
+    texts: list[str]
+    broken: Counter[str]
+    """Samples that were left out, by reason."""
+
+
+@torch.no_grad()
+def encode_left(
+    towers: Towers,
+    source: Indexed | Stream,
+    *,
+    chunk: int,
+    broken_limit: float = BROKEN_LIMIT,
+    workers: int = 0,
+    notify: Callable[[int], object] = lambda done: None,
+) -> LeftFeatures:
+    """Encode only the left side of a data source in evaluation mode; texts stay texts. The arguments are `encode`'s."""
+    device = towers.log_scale.device
+    left = [torch.empty(0, towers.left.width)]
+    texts: list[str] = []
+    broken: Counter[str] = Counter()
+    options: dict[str, Any] = {"chunk": chunk, "broken_limit": broken_limit, "broken": broken, "workers": workers}
+    with evaluating(towers):
+        for part in Loader.ordered(source, (towers.left.prepare, list), **options):
+            left.append(towers.left(to_device(part.left, device)).float().cpu())
+            texts += part.texts
+            notify(len(texts))
+    return LeftFeatures(torch.cat(left), texts, broken)
+
+
+@torch.no_grad()
+def encode_texts(tower: Tower, texts: Sequence[str], chunk: int) -> Tensor:
+    """Encode texts in evaluation mode, `chunk` at a time: features [n, D], float32 on the CPU."""
+    device = next(tower.parameters()).device
+    found = [torch.empty(0, tower.width)]
+    with evaluating(tower):
+        for start in range(0, len(texts), chunk):
+            inputs = tower.prepare(list(texts[start : start + chunk]))
+            found.append(tower(to_device(inputs, device)).float().cpu())
+    return torch.cat(found)
 
 
 class Matches(NamedTuple):

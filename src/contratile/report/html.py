@@ -14,7 +14,7 @@ from typing import Any
 
 from contratile.data.files import written_whole
 from contratile.report.curves import curve
-from contratile.report.metric_text import PAIRWISE, PICTURES, in_words
+from contratile.report.metric_text import PAIRWISE, PICTURES, in_digits, in_words
 from contratile.report.sheets import SheetRow
 from contratile.report.tracking import numbers, size
 
@@ -27,7 +27,18 @@ _TITLES = {
     "grad_norm": "norm of the gradient",
     "samples_per_second": "samples per second",
 }
-_NO_CURVE = ("step", "epoch", "memory", "loss_memory", "dense_memory", "broken", "skipped", "pairs", "seconds")
+_NO_CURVE = (
+    "step",
+    "epoch",
+    "memory",
+    "loss_memory",
+    "dense_memory",
+    "broken",
+    "skipped",
+    "pairs",
+    "seconds",
+    "zero_shot_left_out",
+)
 
 SHEET_TEXT = "Held-out texts, each with the nearest held-out images; a frame and a tick mark the right one."
 SEARCH_TEXT = (
@@ -150,7 +161,7 @@ def _metrics(final: Mapping[str, float], chance: Mapping[str, float], sides: tup
     for name, value in final.items():
         level = chance.get(name)
         beside = ["", ""] if level is None else [f"{level:.2%}", f"{value / level:.1f}" if level else ""]
-        rows.append([_words(name, sides), f"{value:.4g}" if level is None else f"{value:.2%}", *beside])
+        rows.append([_words(name, sides), in_digits(value) if level is None else f"{value:.2%}", *beside])
     return _table(["metric", "reached", "chance", "times chance"], rows, aligned=True)
 
 

@@ -18,6 +18,15 @@ VIEWS = ("image", "view")
 PAIRWISE = "_pairwise"
 """Suffix of metrics that accept only a row's own other half, where images or texts repeat."""
 
+ZERO_SHOT = {
+    "zero_shot_top1": "zero-shot top-1",
+    "zero_shot_top5": "zero-shot top-5",
+    "zero_shot_per_class": "zero-shot mean per-class recall",
+    "zero_shot_mAP": "zero-shot mAP",
+    "zero_shot_left_out": "zero-shot samples left out",
+}
+"""Zero-shot metrics in words."""
+
 Sides = tuple[str, str]
 
 
@@ -53,7 +62,23 @@ def in_words(name: str, sides: Sides) -> str:
         if name.startswith(f"{way}_"):
             kind = ", pair by pair" if name.endswith(PAIRWISE) else ""
             return f"{called} {_short(name, way)}{kind}"
-    return name.replace("_", " ")
+    return ZERO_SHOT.get(name) or name.replace("_", " ")
+
+
+def in_digits(value: float) -> str:
+    """A count in full, other numbers in four digits."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def zero_shot_lines(metrics: Mapping[str, float], chance: Mapping[str, float]) -> list[str]:
+    """A line per zero-shot metric, with its chance level if it has one."""
+    lines = []
+    for name, called in ZERO_SHOT.items():
+        if name in metrics:
+            value = metrics[name]
+            level = f" (chance {chance[name]:.4f})" if name in chance else ""
+            lines.append(f"{called} {value:,}" if isinstance(value, int) else f"{called} {value:.4f}{level}")
+    return lines
 
 
 def in_a_line(metrics: Mapping[str, float], sides: Sides = PICTURES) -> str:
@@ -62,7 +87,7 @@ def in_a_line(metrics: Mapping[str, float], sides: Sides = PICTURES) -> str:
     for called, way in ways(sides).items():
         mine = [f"{name} {value:.4g}" for name, value in of_way(metrics, way).items() if name != "mean rank"]
         parts += [f"{called} {', '.join(mine)}"] if mine else []
-    rest = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in metrics.items() if not name.startswith(WAYS)]
+    rest = [f"{in_words(name, sides)} {in_digits(x)}" for name, x in metrics.items() if not name.startswith(WAYS)]
     return " · ".join(parts + rest)
 
 

@@ -24,6 +24,7 @@ from contratile.models.towers import build_towers as build_towers
 from contratile.report.gallery import Gallery as Gallery
 from contratile.report.gallery import load_gallery as load_gallery
 from contratile.report.tracking import history as history
+from contratile.train.config import EvalConfig as EvalConfig
 from contratile.train.config import LossConfig as LossConfig
 from contratile.train.config import RunConfig as RunConfig
 from contratile.train.config import TrainConfig as TrainConfig

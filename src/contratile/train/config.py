@@ -139,6 +139,30 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Zero-shot classification during training, beside retrieval on held-out pairs."""
+
+    zero_shot: str = ""
+    """Data to classify: named as in --data, with class names as texts, or the folder of a CLIP_benchmark data set."""
+
+    classes: str = ""
+    """Class names: imagenet (from open_clip) or a file with one per line; default: the distinct texts of the data."""
+
+    templates: str = ""
+    """Prompts: openai or simple (from open_clip) or a file with one per line; {} stands for the class name."""
+
+    zero_shot_every: int = 0
+    """Steps between zero-shot evaluations; 0: at every evaluation. There is always one at the end."""
+
+    def __post_init__(self) -> None:
+        check_count("zero_shot_every", self.zero_shot_every, least=0)
+        for name in ("classes", "templates", "zero_shot_every"):
+            if getattr(self, name) and not self.zero_shot:
+                remedy = "Pass --zero-shot, or drop it."
+                bad_value(name, expected="data to classify (--zero-shot)", got=getattr(self, name), remedy=remedy)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Train two encoders with a contrastive loss at any batch size."""
 
@@ -159,6 +183,9 @@ class TrainConfig:
 
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     """Random changes to training images."""
+
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    """Zero-shot evaluation."""
 
     def __post_init__(self) -> None:
         run, loss = self.run, self.loss
@@ -196,11 +223,13 @@ class TrainConfig:
         if "tensorboard" in run.track and not run.tensorboard:
             remedy = "Drop --no-tensorboard, or tensorboard from --track."
             bad_value("track", expected="other trackers with --no-tensorboard", got="tensorboard", remedy=remedy)
-
         if self.augment.views == 2:
             if loss.loss not in ("ntxent", "supcon"):
                 remedy = "Pass --loss ntxent; supcon also uses the classes."
                 bad_value("views", expected=f"1 with --loss {loss.loss}", got=2, remedy=remedy)
+            if self.eval.zero_shot:
+                remedy = "Classes are told apart by their names, and --views 2 trains no text encoder."
+                bad_value("zero_shot", expected="none with --views 2", got=self.eval.zero_shot, remedy=remedy)
             if run.queries:
                 remedy = "Search with pictures afterwards: contratile search RUN PICTURE."
                 bad_value(
@@ -214,7 +243,7 @@ class TrainConfig:
             bad_value("negatives", expected=f"none with --loss {loss.loss}", got=self.data.negatives, remedy=remedy)
 
 
-SECTIONS = ("run", "data", "towers", "loss", "optim", "augment")
+SECTIONS = ("run", "data", "towers", "loss", "optim", "augment", "eval")
 CONFIG = "config.toml"
 """Name of the configuration file in a run's folder."""
 
@@ -263,6 +292,9 @@ def load_config(path: Path, default: TrainConfig | None = None, *, allow_pipe: b
         for name in ("data", "test_data")
         if name in given.get("data", {})
     }
+    if "zero_shot" in given.get("eval", {}):
+        named = Foreign(config.eval.zero_shot, origin=str(path))
+        config = replace(config, eval=replace(config.eval, zero_shot=named))
     return replace(config, data=replace(config.data, **foreign))  # type: ignore[arg-type]  # Foreign is a str
 
 

@@ -13,12 +13,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from contratile.errors import bad_value
 from contratile.metrics import retrieval_metrics, zero_shot_metrics
-from contratile.models.encoding import SourceFeatures, matches, to_device
+from contratile.models.encoding import SourceFeatures, encode_texts, matches
 from contratile.models.towers import Tower, Towers
 from contratile.report.metric_text import PAIRWISE
+from contratile.train.class_names import check_templates
 
 TEMPLATES = ("{}", "a photo of a {}.", "a picture of {}.")
 """Prompts for zero-shot classification; `{}` stands for the class name."""
@@ -119,13 +121,16 @@ def not_finite(found: SourceFeatures, kinds: tuple[str, str]) -> str:
 
 
 @torch.no_grad()
-def class_features(tower: Tower, names: Sequence[str], templates: Sequence[str] = TEMPLATES) -> Tensor:
-    """Encode class names: one unit feature per class, the mean over its prompts.
+def class_features(
+    tower: Tower, names: Sequence[str], templates: Sequence[str] = TEMPLATES, *, chunk: int = 256
+) -> Tensor:
+    """Encode class names in evaluation mode: one unit feature per class, the mean over its prompts.
 
     Args:
         tower: The text tower, `towers.right`.
         names: The class names.
         templates: Prompts; every `{}` is replaced by the name.
+        chunk: Prompts to encode at a time, about.
 
     Returns:
         Features [classes, D] on the CPU.
@@ -133,16 +138,14 @@ def class_features(tower: Tower, names: Sequence[str], templates: Sequence[str] 
     Raises:
         ValueError: A template has no `{}`.
     """
-    for template in templates:
-        if "{}" not in template:
-            remedy = 'Write it like "a photo of a {}."'
-            bad_value("template", expected="a prompt with {} for the name", got=repr(template), remedy=remedy)
-    device = next(tower.parameters()).device
-    features = []
-    for name in names:
-        prompts = tower(to_device(tower.prepare([template.replace("{}", name) for template in templates]), device))
-        features.append(torch.nn.functional.normalize(prompts.float().mean(0), dim=0))
-    return torch.stack(features).cpu()
+    check_templates(list(templates))
+    features = [torch.empty(0, tower.width)]
+    together = max(1, chunk // len(templates))  # classes whose prompts are encoded together
+    for start in range(0, len(names), together):
+        some = names[start : start + together]
+        prompts = encode_texts(tower, [x.replace("{}", name) for name in some for x in templates], chunk)
+        features.append(F.normalize(prompts.view(len(some), len(templates), -1).mean(1), dim=1))
+    return torch.cat(features)
 
 
 class Labelled(NamedTuple):
@@ -182,10 +185,22 @@ def zero_shot(
         templates: Prompts; every `{}` is replaced by the name.
 
     Returns:
-        `zero_shot_top1` and `zero_shot_top5`.
+        `zero_shot_top1`, `zero_shot_top5` (if there are at least 5 classes) and `zero_shot_per_class`, the mean recall
+        of the classes that occur.
 
     Raises:
         ValueError: No text is a class name, or a template has no `{}`.
     """
     rows, targets = labelled(found.texts, names)
-    return zero_shot_metrics(found.left[rows], class_features(towers.right, names, templates), targets, ties="mean")
+    classes = class_features(towers.right, names, templates)
+    return zero_shot_metrics(found.left[rows], classes, targets, tops(len(names)), ties="mean")
+
+
+def tops(classes: int) -> tuple[int, ...]:
+    """The k of top-k accuracy: 5 only if there are at least 5 classes."""
+    return (1, 5) if classes >= 5 else (1,)
+
+
+def zero_shot_chance(classes: int) -> dict[str, float]:
+    """What random guessing would reach, under the names that `zero_shot` uses."""
+    return {f"zero_shot_top{k}": k / classes for k in tops(classes)} | {"zero_shot_per_class": 1 / classes}

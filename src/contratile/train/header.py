@@ -35,6 +35,7 @@ def header(trainer: Trainer) -> list[str]:
         ("pairs", f"{_counted(trainer.source)}; held out: {_counted(trainer.held_out)}"),
         *_columns(trainer.source),
         *_augment(trainer),
+        *([("zero-shot", _counted(trainer.zero_shot.source))] if trainer.zero_shot is not None else []),
         ("towers", _towers(trainer)),
         ("device", f"{trainer.accelerator.device}, {world} process{'es' * (world > 1)}, {run.precision}"),
         ("steps", f"{trainer.steps:,} of {trainer.loader.batch:,} pairs in chunks of {trainer.chunk:,}{epochs}"),

@@ -51,6 +51,7 @@ from contratile.train.results import is_finished
 from contratile.train.resume import check_options, claim_and_find_checkpoint, run_of
 from contratile.train.setup import (
     check_kept_outputs,
+    check_kinds,
     check_sharding,
     check_texts,
     fit_batch,
@@ -60,6 +61,7 @@ from contratile.train.setup import (
 )
 from contratile.train.sharding import load_model, requested_by_accelerate, sharded_like, whole, without_foreach
 from contratile.train.stopping import signals
+from contratile.train.zero_shot_data import ZeroShot, open_zero_shot
 
 BEST = "text_to_image_R@10"
 """The metric whose best checkpoint is kept."""
@@ -119,6 +121,9 @@ class Trainer:
 
     source: Indexed | Stream
     held_out: Indexed | Stream
+    zero_shot: ZeroShot | None
+    """What to classify during training, if anything."""
+
     sides: tuple[str, str]
     """Names of the left and the right side of a pair."""
 
@@ -203,6 +208,7 @@ class Trainer:
     def _open_data(self) -> None:
         asked, data = self.config.run.batch, self.config.data
         self.source, self.held_out = open_source(data, "train"), open_source(data, "test")
+        self.zero_shot = open_zero_shot(self.config)
         self.sides = side_names(self.held_out, views=self.config.augment.views == 2)
         check_texts(self.source, self.config)
         check_kept_outputs(self.config, self.source)
@@ -222,6 +228,8 @@ class Trainer:
     def _build_towers(self) -> None:
         wait, resumed = self.accelerator.wait_for_everyone, run_of(self.resumed) if self.resumed else None
         self.towers = shared_towers(self.config, self.source, main=self.main, wait=wait, resumed=resumed)
+        if self.zero_shot is not None:
+            check_kinds(self.zero_shot.source, self.towers.kinds)
         self.towers.to(self.accelerator.device).train()
 
     def _choose_chunk(self, notify: Callable[[str], object]) -> None:
@@ -322,11 +330,15 @@ class Trainer:
         """
         if self.step >= self.steps:
             done = self._any_process(self.main and is_finished(self.config.run.out, self.step))
-            return Outcome(self.step, True, {}, None) if done else self._outcome(*self.evaluate())
+            if done:
+                return Outcome(self.step, True, {}, None)
+            metrics, held_out = self.evaluate()
+            return self._outcome(metrics | self.evaluate_zero_shot(), held_out)
         run, saved = self.config.run, self.step
         evaluate_at, save_at = (every or max(1, self.steps // 10) for every in (run.eval_every, run.save_every))
-        metrics: dict[str, float] = {}
-        held_out: SourceFeatures | None = None
+        zero_shot_at = self.config.eval.zero_shot_every or evaluate_at
+        metrics = {}
+        held_out = None
         # The loader closes last: a stuck worker must not prevent the final checkpoint.
         with (
             signals() as received,
@@ -334,7 +346,8 @@ class Trainer:
             self._tracker() as tracker,
         ):
             if self.step == 0:
-                tracker.evaluation(0, self.evaluate()[0], self.sides)  # the starting point
+                # The starting point.
+                tracker.evaluation(0, self.evaluate()[0] | self.evaluate_zero_shot(), self.sides)
             while self.step < self.steps and not self._any_process(bool(received)):
                 batch = next(batches)
                 began = time.perf_counter()
@@ -343,9 +356,15 @@ class Trainer:
                 facts["seconds"] = time.perf_counter() - began
                 tracker.step(self.step, facts, broken=self.loader.broken)
                 last, better = self.step == self.steps, False
+                found: dict[str, float] = {}
                 if self.step % evaluate_at == 0 or last:
-                    metrics, held_out = self.evaluate()
-                    tracker.evaluation(self.step, metrics, self.sides)
+                    found, held_out = self.evaluate()
+                if self.step % zero_shot_at == 0 or last:
+                    found |= self.evaluate_zero_shot()
+                if found:
+                    tracker.evaluation(self.step, found, self.sides)
+                if BEST in found:
+                    metrics = found
                     better = metrics[BEST] >= self.best  # the latest of equal ones; NaN is never better
                     if better:
                         self.best, self.best_step = metrics[BEST], self.step
@@ -477,6 +496,37 @@ class Trainer:
             raise self._diverged(f"evaluation after step {self.step} found {wrong}")
         self.evaluated = self.step
         return metrics, found if self.main else None
+
+    def evaluate_zero_shot(self) -> dict[str, float]:
+        """Classify the zero-shot data of the run.
+
+        The main process does it and tells the others. Sharded towers need all processes to encode.
+
+        Returns:
+            `zero_shot_top1` and so on, on all processes; empty if the run has no such data.
+
+        Raises:
+            ValueError: The data cannot be read.
+            FloatingPointError: Features are NaN or infinite.
+        """
+        from accelerate.utils import broadcast_object_list
+
+        if self.zero_shot is None:
+            return {}
+        told: list[tuple[Exception | None, dict[str, float]]] = [(None, {})]
+        if self.main or self.sharded:
+            chunk, limit = self.chunk, self.config.data.broken_limit
+            try:
+                with self.accelerator.autocast():
+                    told = [(None, self.zero_shot.evaluate(self.towers, chunk=chunk, broken_limit=limit))]
+            except (ValueError, OSError, FloatingPointError) as error:
+                told = [(error, {})]  # raised on all processes, so that none waits for this one
+        refusal, metrics = broadcast_object_list(told)[0]
+        if isinstance(refusal, FloatingPointError):
+            raise self._diverged(f"zero-shot evaluation after step {self.step} found {refusal}")
+        if refusal is not None:
+            raise refusal
+        return dict(metrics)
 
     def _encode(self, source: Indexed | Stream, kept: dict[str, Tensor] | None = None) -> SourceFeatures:
         options: dict[str, Any] = {"broken_limit": self.config.data.broken_limit, "kept": kept or {}}

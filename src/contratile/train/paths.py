@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from contratile.data.foreign import from_the_same
 from contratile.data.shards import is_shards
 from contratile.data.tables import SUFFIXES
+from contratile.train.class_names import CLASSES, TEMPLATES, absolute_list
 
 if TYPE_CHECKING:
     from contratile.train.config import TrainConfig
@@ -26,7 +27,7 @@ _ADDRESS = re.compile(r"\w+:")
 
 def absolute_paths(config: TrainConfig) -> TrainConfig:
     """Make all paths in a configuration absolute."""
-    run, data, towers = config.run, config.data, config.towers
+    run, data, towers, evaluation = config.run, config.data, config.towers, config.eval
     return replace(
         config,
         run=replace(run, out=run.out.absolute()),
@@ -38,6 +39,12 @@ def absolute_paths(config: TrainConfig) -> TrainConfig:
             cache=data.cache and data.cache.absolute(),
         ),
         towers=replace(towers, towers=absolute_towers(towers.towers)),
+        eval=replace(
+            evaluation,
+            zero_shot=from_the_same(evaluation.zero_shot, absolute_data(evaluation.zero_shot)),
+            classes=absolute_list(evaluation.classes, CLASSES),
+            templates=absolute_list(evaluation.templates, TEMPLATES),
+        ),
     )
 
 

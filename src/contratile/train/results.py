@@ -90,7 +90,7 @@ def write_results(trainer: Trainer, outcome: Outcome, notify: Callable[[str], ob
     if config.run.large_loss:
         device = trainer.accelerator.device
         notes.append(large_loss_step(held_out.left.shape[1], device=device, notify=notify).sentence)
-    guessed = chance(held_out)
+    guessed = chance(held_out) | (trainer.zero_shot.chance if trainer.zero_shot is not None else {})
     report = write_report(
         run,
         title=f"{config.towers.towers} on {source.name.partition(' (')[0]}",
@@ -129,6 +129,8 @@ def _notes(trainer: Trainer, held_out: SourceFeatures, gallery: Gallery) -> list
         notes.append(f"Repeated items count once ({counts}); any matching item counts as a hit.")
     if bool(gallery.trained.any()):
         notes.append(f"Search covers {gallery.counts()}.")
+    if trainer.zero_shot is not None:
+        notes.append(f"Zero-shot metrics are of {trainer.zero_shot.source.name}.")
     n, loss = config.run.batch, config.loss
     ours = tiled_loss_bytes(
         n,
