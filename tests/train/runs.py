@@ -117,10 +117,12 @@ def small(table: Path, out: Path, **changes: Any) -> TrainConfig:
         TrainConfig(),
         where="test",
     )
+    parts: dict[str, dict[str, Any]] = {}
     for name, value in changes.items():
         (section,) = (s for s in SECTIONS if hasattr(getattr(config, s), name))
-        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
-    return config
+        parts.setdefault(section, {})[name] = value
+    sections = {section: replace(getattr(config, section), **values) for section, values in parts.items()}
+    return replace(config, **sections)
 
 
 def weights(run: Path) -> dict[str, Tensor]:
