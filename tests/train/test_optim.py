@@ -131,6 +131,18 @@ def test_optimizers_of_timm(name: str, cls: str) -> None:
     del keeps_alive
 
 
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")  # packages that timm imports
+def test_betas_of_adafactor_in_big_vision() -> None:
+    """It calls them momentum and cap, as the paper's LiT scripts use them."""
+    repair_torchvision()
+    config = OptimConfig(optimizer="timm:adafactorbv", betas=(0.8, 0.95))
+    for group in make_optimizer(nn.Linear(2, 2), config).param_groups:
+        assert (group["momentum"], group["beta2_cap"]) == (0.8, 0.95)
+    with pytest.raises(ValueError, match=r"momentum: expected none, as Lion has no momentum, got 0.9. Leave it out"):
+        make_optimizer(nn.Linear(2, 2), OptimConfig(optimizer="timm:lion", momentum=0.9))
+
+
 def assert_learns(name: str, cls: type[torch.optim.Optimizer] | None, class_name: str = "") -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 4)

@@ -75,7 +75,7 @@ def test_runs_shorter_than_the_warm_up(steps: int) -> None:
     [
         (
             {"warmup": 5, "warmup_epochs": 0.5},
-            r"warmup: expected steps or epochs, got 5 steps and 0.5 epochs. Set --wa",
+            "warmup: expected steps or epochs, got 5 steps and 0.5 epochs",
         ),
         ({"warmup_epochs": -1.0}, "warmup_epochs: expected a finite number, 0 or more, got -1.0"),
         ({"cooldown": 5}, "cooldown: expected none with --schedule cosine, got 5"),

@@ -141,7 +141,7 @@ def _hf_pair(transformers: Any, vision_name: str, text_name: str, config: TowerC
     _enable_checkpointing(config, vision, text)
     length = min(tokenizer.model_max_length, text.config.max_position_embeddings)
     return (
-        image_backbone(_PooledImage(vision), vision.config.hidden_size, *preparation),
+        image_backbone(_PooledImage(vision), _width(vision.config), *preparation),
         Backbone(
             _PooledText(text, config.text_pooling),
             text.config.hidden_size,
@@ -155,6 +155,9 @@ def _preparation(name: str, vision: Any, config: TowerConfig) -> tuple[int, Pixe
     """The image size and the normalisation that a model of transformers was trained with."""
     from transformers.utils.hub import cached_file
 
+    timm = getattr(vision, "pretrained_cfg", None)  # hf:timm/...: a model of timm inside transformers
+    if timm is not None:
+        return config.pixels or timm["input_size"][-1], Pixels(timm["mean"], timm["std"])
     edge = config.pixels or vision.image_size
     found = cached_file(name, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False)
     if found is None:
@@ -165,6 +168,11 @@ def _preparation(name: str, vision: Any, config: TowerConfig) -> tuple[int, Pixe
     if len(mean) != 3 or len(std) != 3:
         raise ValueError("preprocessor_config.json: image_mean and image_std must be three numbers each")
     return edge, Pixels(mean, std)
+
+
+def _width(vision: Any) -> int:
+    """Features of a vision model; models of timm have their own name for it."""
+    return int(getattr(vision, "hidden_size", None) or vision.num_features)
 
 
 def _enable_checkpointing(config: TowerConfig, *models: Any) -> None:

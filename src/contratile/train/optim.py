@@ -53,7 +53,7 @@ class OptimConfig:
     """Weight decay of matrices; gains, biases and the scale have none."""
 
     betas: tuple[float, float] | None = None
-    """Decay rates of the running averages; None: the optimiser's default."""
+    """Decay rates of the running averages; None: the optimiser's default. timm:adafactorbv: the second is a cap."""
 
     eps: float | None = None
     """Term added to the denominator; None: the optimiser's default."""
@@ -305,8 +305,15 @@ def _of_timm(name: str, groups: list[dict[str, Any]], **options: Any) -> Optimiz
         reason = why_not("timm", error) if find_spec_safely("timm") else "pip install timm."
         raise ValueError(f"timm is needed. {reason} Or name one of torch.optim.") from error
     _check_known(name, optim.list_optimizers())
+    if name.lower().startswith("adafactorbv") and "betas" in options:
+        options["momentum"], options["beta2_cap"] = options.pop("betas")  # its names for them
     found = optim.create_optimizer_v2(groups, opt=name.lower(), **options)
     assert isinstance(found, Optimizer)
+    for group in found.param_groups if "momentum" in options else ():
+        if "momentum" not in group:
+            expected = f"none, as {type(found).__name__} has no momentum"
+            bad_value("momentum", expected=expected, got=options["momentum"], remedy="Leave it out.")
+        group["momentum"] = options["momentum"]  # timm passes it on to some optimisers only
     return found
 
 

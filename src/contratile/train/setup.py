@@ -27,7 +27,7 @@ def check_sharding(config: TrainConfig, world: int) -> None:
     if run.precision == "fp16":
         remedy = "bf16 needs no gradient scaling."
         bad_value("precision", expected="fp32 or bf16 with --fsdp", got="fp16", remedy=remedy)
-    if optimizer.lower().endswith("adafactor"):
+    if "adafactor" in optimizer.lower():
         remedy = "Use adamw; this one takes means over the rows and columns of whole matrices."
         bad_value("optimizer", expected="one that can update shards with --fsdp", got=optimizer, remedy=remedy)
 
