@@ -94,3 +94,20 @@ def test_sentence_transformers_pools_as_asked(pooling: Any) -> None:
 def test_towers_without_a_choice_of_pooling(towers: str, pooling: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         build_towers(TowerConfig(towers=towers, text_pooling=pooling), texts=TEXTS)
+
+
+def test_every_trained_parameter_has_a_gradient(tmp_path: Path) -> None:
+    """DDP waits for all of them, so a pooler that is not used must not be trained, nor unlocked."""
+    pair, kept = pair_folder(tmp_path), []
+    for pooling in ("mean", "pooler"):
+        for options in ({}, {"lock": "text", "unlock": 1}):
+            towers: Any = build_towers(TowerConfig(towers=pair, text_pooling=pooling, **options))  # type: ignore[arg-type]
+            kept.append((pooling == "pooler", towers.right))
+    for pooling in ("auto", "cls"):
+        towers = build_towers(TowerConfig(towers="st:minilm", text_pooling=pooling))  # type: ignore[arg-type]
+        kept.append((False, towers.right))
+    for used, tower in kept:
+        tower(tower.prepare(TEXTS))[:, 0].sum().backward()
+        trained = {name for name, p in tower.named_parameters() if p.requires_grad}
+        assert trained == {name for name, p in tower.named_parameters() if p.grad is not None}
+        assert any("pooler" in name for name in trained) is used

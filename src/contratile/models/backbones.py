@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from contratile.data.images import CLIP_MEAN, CLIP_STD
 from contratile.errors import bad_value
 from contratile.models.base import Backbone, Pixels, image_backbone, import_for_towers
-from contratile.models.pooling import TextPooling, pool_tokens, set_sentence_pooling
+from contratile.models.pooling import TextPooling, freeze_pooler, pool_tokens, set_sentence_pooling
 from contratile.models.pretrained import pretrained, readable
 from contratile.models.tiny import tiny_backbones
 
@@ -138,6 +138,8 @@ def _hf_pair(transformers: Any, vision_name: str, text_name: str, config: TowerC
         remedy = "Pass cls, mean or last."
         got = f"a {type(text).__name__} without"
         bad_value("text_pooling", expected="a text model with a pooler", got=got, remedy=remedy)
+    if config.text_pooling != "pooler":
+        freeze_pooler(text)
     _enable_checkpointing(config, vision, text)
     length = min(tokenizer.model_max_length, text.config.max_position_embeddings)
     return (
@@ -241,6 +243,8 @@ def _sentence_transformers(
     with pretrained("st", path):
         model = sentence_transformers.SentenceTransformer(path, device="cpu", trust_remote_code=False)
     set_sentence_pooling(model, config.text_pooling)
+    for module in model.modules():
+        freeze_pooler(module)
     if config.checkpointing:
         _enable_checkpointing(config, model[0].auto_model)
     # Renamed in sentence-transformers 6.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from contratile.errors import bad_value
 
@@ -30,6 +30,13 @@ def pool_tokens(hidden: Tensor, mask: Tensor, pooling: TextPooling) -> Tensor:
     # argmax finds the first of equal values: the first token, or the first position at which all tokens are counted.
     where = (mask if pooling == "cls" else counted).argmax(1)
     return hidden[torch.arange(len(hidden), device=hidden.device), where]
+
+
+def freeze_pooler(model: nn.Module) -> None:
+    """Freeze the pooler of a text model that is pooled in another way: DDP waits for the gradients of all parameters."""
+    pooler = getattr(model, "pooler", None)
+    if isinstance(pooler, nn.Module):
+        pooler.requires_grad_(False)
 
 
 def set_sentence_pooling(model: Any, pooling: TextPooling) -> None:

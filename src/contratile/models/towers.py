@@ -177,6 +177,7 @@ class Tower(nn.Module):
             ValueError: The backbone has fewer blocks, or its blocks cannot be told.
         """
         self.locked = not unlock
+        trained = {name for name, parameter in self.backbone.named_parameters() if parameter.requires_grad}
         self.backbone.requires_grad_(False)
         if unlock:
             blocks = need_blocks(self.backbone, "unlock", kind=self.kind)
@@ -186,7 +187,7 @@ class Tower(nn.Module):
                 expected = f"at most the {there} blocks of the {self.kind} encoder"
                 bad_value("unlock", expected=expected, got=unlock, remedy=remedy)
             for name, parameter in self.backbone.named_parameters():
-                parameter.requires_grad_(blocks.depth[name] > there - unlock)
+                parameter.requires_grad_(name in trained and blocks.depth[name] > there - unlock)
             self.frozen = [*blocks.inputs, *blocks.modules[: there - unlock]]
         self.train(self.training)
 
