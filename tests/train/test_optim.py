@@ -27,7 +27,7 @@ from contratile.train.optim import (
     resolved,
 )
 from tests.torchvision_repair import repair_torchvision
-from tests.train.runs import clip_folder, shapes, small, weights
+from tests.train.runs import clip_folder, sentence_folder, shapes, small, weights
 
 
 class Model(nn.Module):
@@ -255,6 +255,24 @@ def test_a_rate_that_is_given_is_that_of_everything(tmp_path: Path) -> None:
     assert set(rates(towers, config).values()) == {3e-4}
     both = resolved(OptimConfig(lr=3e-4, backbone_lr=1e-6), towers)
     assert sorted(set(rates(towers, both).values())) == pytest.approx([1e-6, 3e-4])
+
+
+@pytest.mark.filterwarnings("ignore")  # of sentence-transformers, about a model without its own pooling
+def test_groups_have_a_place_for_unused_poolers(tmp_path: Path) -> None:
+    """Runs of 0.1 had them in the optimiser, where they never had a gradient."""
+    towers = build_towers(TowerConfig(towers=f"st:{sentence_folder(tmp_path)}"))
+    named = dict(towers.named_parameters())
+    assert [name for name, p in named.items() if not p.requires_grad] == [
+        "left.backbone.model.0.model.pooler.dense.weight",
+        "left.backbone.model.0.model.pooler.dense.bias",
+    ]
+    assert set(rates(towers, OptimConfig())) == set(named)
+    slow = {name for name, rate in rates(towers, resolved(OptimConfig(), towers)).items() if rate < SCRATCH}
+    assert slow == set(named) - {"log_scale"}
+    locked = build_towers(TowerConfig(towers=f"st:{tmp_path}", lock="both", head="linear"))
+    assert set(rates(locked, OptimConfig())) == {"left.head.weight", "log_scale"}
+    partly = build_towers(TowerConfig(towers=f"st:{tmp_path}", lock="both", unlock=1))
+    assert not any("pooler" in name for name in rates(partly, OptimConfig()))
 
 
 def test_rates_of_backbones_that_are_not_there() -> None:

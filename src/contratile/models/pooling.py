@@ -33,10 +33,11 @@ def pool_tokens(hidden: Tensor, mask: Tensor, pooling: TextPooling) -> Tensor:
 
 
 def freeze_pooler(model: nn.Module) -> None:
-    """Freeze the pooler of a text model that is pooled in another way: DDP waits for the gradients of all parameters."""
+    """Freeze a text model's pooler if it is not used: DDP waits for the gradients of all trained parameters."""
     pooler = getattr(model, "pooler", None)
     if isinstance(pooler, nn.Module):
         pooler.requires_grad_(False)
+        pooler.unused = True  # type: ignore[assignment]  # torch declares tensors and modules only
 
 
 def set_sentence_pooling(model: Any, pooling: TextPooling) -> None:

@@ -13,7 +13,7 @@ import difflib
 import importlib
 import inspect
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -177,9 +177,20 @@ def pretrained_parameters(model: nn.Module) -> Iterator[str]:
     """Names of the trainable parameters of pretrained backbones."""
     for prefix, module in model.named_modules():
         if getattr(module, "pretrained", False) is True and isinstance(getattr(module, "backbone", None), nn.Module):
+            unused = set(unused_parameters(model))
             for name, parameter in module.backbone.named_parameters(prefix=f"{prefix}.backbone".lstrip(".")):
-                if parameter.requires_grad:
+                if parameter.requires_grad or name in unused:
                     yield name
+
+
+def unused_parameters(model: nn.Module) -> Iterator[str]:
+    """Names of frozen parameters that stay in the optimiser's groups, as in checkpoints of 0.1: unused text poolers."""
+    for prefix, tower in model.named_modules():
+        backbone = getattr(tower, "backbone", None)
+        if isinstance(backbone, nn.Module) and not getattr(tower, "locked", False) and not getattr(tower, "frozen", []):
+            for inner, module in backbone.named_modules(prefix=f"{prefix}.backbone".lstrip(".")):
+                if getattr(module, "unused", False) is True:
+                    yield from (name for name, _ in module.named_parameters(prefix=inner))
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
@@ -187,12 +198,14 @@ def decays(name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim >= 2 and not any(part in name for part in ("bn", "ln", "bias", "logit_scale"))
 
 
-def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups without and with weight decay. Frozen parameters and empty groups are left out."""
+def parameter_groups(
+    named: Iterable[tuple[str, nn.Parameter]], weight_decay: float, unused: Collection[str] = ()
+) -> list[dict[str, Any]]:
+    """Parameter groups without and with weight decay. Frozen parameters are left out, except `unused`."""
     without: list[nn.Parameter] = []
     with_decay: list[nn.Parameter] = []
     for name, parameter in named:
-        if parameter.requires_grad:
+        if parameter.requires_grad or name in unused:
             (with_decay if decays(name, parameter) else without).append(parameter)
     groups = [{"params": without, "weight_decay": 0.0}, {"params": with_decay, "weight_decay": weight_decay}]
     return [group for group in groups if group["params"]]
@@ -208,12 +221,13 @@ def groups_of(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
     if config.layer_decay < 1 and not below:
         remedy = "Drop it: all backbones are locked."
         bad_value("layer_decay", expected="a backbone to train", got=config.layer_decay, remedy=remedy)
+    unused = set(unused_parameters(model))
     parts: dict[tuple[bool, int], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
         parts.setdefault((name in theirs, below.get(name, 0)), []).append((name, parameter))
     groups = []
     for backbone, depth in sorted(parts):
-        found = parameter_groups(parts[backbone, depth], config.weight_decay)
+        found = parameter_groups(parts[backbone, depth], config.weight_decay, unused)
         scale = config.layer_decay**depth
         if backbone and config.backbone_lr is not None and config.rate:
             scale *= config.backbone_lr / config.rate
