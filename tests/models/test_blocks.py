@@ -56,6 +56,16 @@ def test_blocks_of_every_kind_of_towers(models: dict[str, str], kind: str, left:
         assert inputs and set(found.depth.values()) == {*range(blocks + 2)}
 
 
+def test_blocks_that_are_stages_and_inputs_that_are_registered_last() -> None:
+    from transformers import ConvNextConfig, ConvNextModel, MPNetConfig, MPNetModel
+
+    stages = find_blocks(ConvNextModel(ConvNextConfig(hidden_sizes=[8, 8, 8, 16], depths=[1, 1, 2, 1])))
+    assert stages is not None and len(stages.modules) == 4 and stages.depth["layernorm.weight"] == 5
+    options: dict[str, Any] = {"vocab_size": 50, **SHAPE}
+    found = find_blocks(MPNetModel(MPNetConfig(**options)))
+    assert found is not None and found.depth["encoder.relative_attention_bias.weight"] == 0
+
+
 def test_networks_without_one_stack_of_blocks() -> None:
     def stage() -> nn.Module:
         return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)))

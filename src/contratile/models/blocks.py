@@ -69,7 +69,7 @@ def need_blocks(model: nn.Module, option: str, *, kind: str) -> Blocks:
     """
     found = find_blocks(model)
     if found is None:
-        remedy = f"Drop --{option.replace('_', '-')}: it works with transformers, not with ResNets."
+        remedy = f"Drop --{option.replace('_', '-')}, or use a transformer; open_clip's ResNets have four stacks."
         bad_value(option, expected="one stack of blocks", got=f"no such stack in the {kind} encoder", remedy=remedy)
     return found
 

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from contratile.errors import bad_value, check_choice, check_count
 from contratile.models.blocks import need_blocks
+from contratile.models.towers import Tower
 from contratile.packages import find_spec_safely, why_not
 
 Schedule = Literal["cosine", "constant", "constant-cooldown"]
@@ -186,9 +187,8 @@ def pretrained_parameters(model: nn.Module) -> Iterator[str]:
 def unused_parameters(model: nn.Module) -> Iterator[str]:
     """Names of frozen parameters that stay in the optimiser's groups, as in checkpoints of 0.1: unused text poolers."""
     for prefix, tower in model.named_modules():
-        backbone = getattr(tower, "backbone", None)
-        if isinstance(backbone, nn.Module) and not getattr(tower, "locked", False) and not getattr(tower, "frozen", []):
-            for inner, module in backbone.named_modules(prefix=f"{prefix}.backbone".lstrip(".")):
+        if isinstance(tower, Tower) and not tower.locked and not tower.frozen:
+            for inner, module in tower.backbone.named_modules(prefix=f"{prefix}.backbone".lstrip(".")):
                 if getattr(module, "unused", False) is True:
                     yield from (name for name, _ in module.named_parameters(prefix=inner))
 
@@ -245,10 +245,9 @@ def blocks_below_the_top(model: nn.Module) -> dict[str, int]:
         ValueError: The blocks of a backbone cannot be told.
     """
     found = {}
-    for prefix, module in model.named_modules():
-        backbone = getattr(module, "backbone", None)
-        if isinstance(backbone, nn.Module) and any(p.requires_grad for p in backbone.parameters()):
-            blocks = need_blocks(backbone, "layer_decay", kind=getattr(module, "kind", "model"))
+    for prefix, tower in model.named_modules():
+        if isinstance(tower, Tower) and any(p.requires_grad for p in tower.backbone.parameters()):
+            blocks = need_blocks(tower.backbone, "layer_decay", kind=tower.kind)
             inside = f"{prefix}.backbone".lstrip(".")
             for name, depth in blocks.depth.items():
                 found[f"{inside}.{name}"] = len(blocks.modules) + 1 - depth
