@@ -1,6 +1,7 @@
 """Towers by name: features of unit length from small models of each package, saved by the test."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
+import contratile as ct
 from contratile.data import DataConfig
-from contratile.models.tiny import ImageEncoder, Shape, TextEncoder, train_tokenizer
+from contratile.models.tiny import ImageEncoder, PatchDropout, Shape, TextEncoder, train_tokenizer
 from contratile.models.towers import TowerConfig, build_towers, save_recipe
 from tests.torchvision_repair import repair_torchvision
 from tests.train.runs import SHAPE, clip_folder, sentence_folder, siglip_folder
@@ -157,6 +159,96 @@ def test_hf_pair(tmp_path: Path) -> None:
     towers = check(TowerConfig(towers=name, head="linear", dim=20, lock="image"))
     assert not any(p.requires_grad for p in towers.left.backbone.parameters())
     assert towers.left.head.weight.shape == (20, 32)
+
+
+@pytest.mark.peers
+def test_hf_pair_with_a_model_of_timm(tmp_path: Path) -> None:
+    """Features and preparation as timm has them: the class token after the final norm."""
+    timm: Any = pytest.importorskip("timm")
+    size = {"img_size": 32, "depth": 1, "embed_dim": 24, "num_heads": 2}
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=5, **size).eval()
+    sentence_folder(tmp_path / "text")
+    extra = {"num_features": 24}
+    timm.models.save_for_hf(model, tmp_path / "vision", model_config=extra, model_args=size)
+    config = TowerConfig(towers=f"hf:{tmp_path / 'vision'}+{tmp_path / 'text'}", head="linear", pixels=32)
+    towers: Any = check(config).eval()
+    pixels, (normalise, image) = towers.left.prepare(IMAGES), towers.left.backbone
+    assert pixels.shape == (3, 3, 32, 32) and normalise.mean == (0.5, 0.5, 0.5)
+    assert build_towers(replace(config, pixels=0)).left.prepare(IMAGES).shape == (3, 3, 224, 224)
+    with torch.no_grad():
+        expected = model.forward_features(normalise(pixels))[:, 0]
+        torch.testing.assert_close(image(normalise(pixels)), expected)
+
+
+# --- patch dropout --------------------------------------------------------------------------------------------------
+
+
+def test_patch_dropout_keeps_the_class_token_and_some_patches() -> None:
+    torch.manual_seed(0)
+    tokens = torch.arange(9.0).expand(50, 9).unsqueeze(-1)
+    dropout = PatchDropout(0.6)
+    kept = dropout(tokens).squeeze(-1)
+    assert kept.shape == (50, 4) and bool((kept[:, 0] == 0).all())
+    assert all(len(set(row.tolist())) == 4 for row in kept), "none twice"
+    assert set(kept.flatten().tolist()) == set(range(9)) and len({tuple(row) for row in kept.tolist()}) > 25
+    assert torch.equal(dropout.eval()(tokens), tokens)
+    assert PatchDropout(0.99)(tokens).shape == (50, 2, 1), "one is kept"
+
+
+def test_patch_dropout_of_tiny() -> None:
+    towers = build_towers(TowerConfig(width=32, depth=1, patch_dropout=0.5), texts=TEXTS)
+    plain = build_towers(TowerConfig(width=32, depth=1), texts=TEXTS)
+    plain.load_state_dict(towers.state_dict())
+    images = towers.left.prepare(IMAGES)
+    lengths: list[int] = []
+    encoder: Any = towers.left.backbone[1].model["vision_model"].encoder  # type: ignore[index]
+    encoder.register_forward_hook(lambda module, inputs, output: lengths.append(output.shape[1]))
+    first, second = towers.left(images), towers.left(images)
+    assert not torch.equal(first, second) and lengths == [9, 9]
+    assert torch.equal(towers.eval().left(images), plain.eval().left(images)) and lengths[-1] == 17
+
+
+def test_the_gradient_cache_draws_the_same_patches_again() -> None:
+    towers = build_towers(TowerConfig(width=32, depth=1, patch_dropout=0.5), texts=TEXTS)
+    images, tokens = towers.left.prepare(IMAGES), towers.right.prepare(TEXTS)
+
+    def gradients() -> list[Any]:
+        found = [p.grad for p in towers.parameters()]
+        towers.zero_grad()
+        return found
+
+    torch.manual_seed(1)
+    chunks = torch.cat([towers.left(images[:2]), towers.left(images[2:])])
+    ct.clip_loss(chunks, towers.right(tokens), 10.0).backward()
+    expected = gradients()
+    torch.manual_seed(1)
+    cache = ct.GradCache((towers.left, towers.right), ct.clip_loss, chunk_size=2)
+    cache(images, (tokens,), scale=10.0).backward()
+    torch.testing.assert_close(gradients(), expected)
+
+
+@pytest.mark.peers
+def test_patch_dropout_of_open_clip() -> None:
+    towers = build_towers(TowerConfig(towers="open_clip:ViT-S-32-alt", pixels=128, patch_dropout=0.5))
+    images = towers.left.prepare(IMAGES)
+    assert not torch.equal(towers.left(images), towers.left(images))
+    assert torch.equal(towers.eval().left(images), towers.left(images))
+    with pytest.raises(ValueError, match="patch_dropout: expected none with this model"):
+        build_towers(TowerConfig(towers="open_clip:RN50", pixels=32, patch_dropout=0.5))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"patch_dropout": 1.0}, "patch_dropout: expected a share from 0 to below 1, got 1.0"),
+        ({"patch_dropout": 0.5, "towers": "hf:a"}, "patch_dropout: expected none with hf: towers, got 0.5"),
+        ({"patch_dropout": 0.5, "towers": "st:a"}, "patch_dropout: expected none with st: towers, got 0.5"),
+        ({"patch_dropout": 0.5, "lock": "image"}, "patch_dropout: expected none with a locked image side, got 0.5"),
+    ],
+)
+def test_where_patches_cannot_be_dropped(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        TowerConfig(**options)
 
 
 def test_open_clip() -> None:

@@ -135,13 +135,16 @@ def tensors(draw: st.DrawFn) -> Tensor:
 
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 keys = st.text() | st.integers() | st.booleans() | st.tuples(st.integers(), st.text())
+SPECIAL = ["$tensor", "$float", "$dtype", "__metadata__", "a", "a.b", "b"]
 trees = st.recursive(
-    plain | tensors(),
+    plain | tensors() | st.sampled_from([torch.bfloat16, torch.float32]),
     lambda part: (
         st.lists(part, max_size=4)
         | st.lists(part, max_size=4).map(tuple)
         | st.dictionaries(keys, part, max_size=4)
-        | st.dictionaries(st.sampled_from(["$tensor", "$float", "__metadata__", "a", "a.b", "b"]), part, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["$tensor", "$float", "$dtype", "__metadata__", "a", "a.b", "b"]), part, max_size=4
+        )
     ),
     max_leaves=12,
 )

@@ -22,13 +22,12 @@ from contratile.train.optim import (
     OptimConfig,
     clamp_scale,
     decays,
-    learning_rate,
     make_optimizer,
     parameter_groups,
     resolved,
 )
 from tests.torchvision_repair import repair_torchvision
-from tests.train.runs import clip_folder, shapes, small, weights
+from tests.train.runs import clip_folder, sentence_folder, shapes, small, weights
 
 
 class Model(nn.Module):
@@ -132,6 +131,18 @@ def test_optimizers_of_timm(name: str, cls: str) -> None:
     del keeps_alive
 
 
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")  # packages that timm imports
+def test_betas_of_adafactor_in_big_vision() -> None:
+    """It calls them momentum and cap, as the paper's LiT scripts use them."""
+    repair_torchvision()
+    config = OptimConfig(optimizer="timm:adafactorbv", betas=(0.8, 0.95))
+    for group in make_optimizer(nn.Linear(2, 2), config).param_groups:
+        assert (group["momentum"], group["beta2_cap"]) == (0.8, 0.95)
+    with pytest.raises(ValueError, match=r"momentum: expected none, as Lion has no momentum, got 0.9. Leave it out"):
+        make_optimizer(nn.Linear(2, 2), OptimConfig(optimizer="timm:lion", momentum=0.9))
+
+
 def assert_learns(name: str, cls: type[torch.optim.Optimizer] | None, class_name: str = "") -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
@@ -184,43 +195,15 @@ def test_bad_optimizers_are_refused(config: dict[str, Any], message: str) -> Non
         ({"lr": -1.0}, "lr: expected a finite number, 0 or more, got -1.0"),
         ({"clip_grad": math.nan}, "clip_grad: expected a finite number"),
         ({"warmup": -5}, "warmup: expected at least 0, got -5"),
-        ({"schedule": "linear"}, "schedule: expected one of 'cosine', 'constant', got 'linear'"),
+        ({"schedule": "linear"}, "schedule: expected one of 'cosine', 'constant', 'constant-cooldown', got 'linear'"),
+        ({"layer_decay": 0.0}, "layer_decay: expected more than 0, at most 1, got 0.0"),
+        ({"layer_decay": 1.5}, "layer_decay: expected more than 0, at most 1, got 1.5"),
         ({"lr": 0.1, "min_lr": 0.2}, "min_lr: expected at most lr = 0.1, got 0.2"),
     ],
 )
 def test_bad_options_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OptimConfig(**config)
-
-
-# --- rate ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.peers
-@pytest.mark.parametrize("warmup", [0, 1, 7])
-def test_rates_are_open_clips(warmup: int) -> None:
-    from open_clip_train.scheduler import const_lr, cosine_lr
-
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
-    for schedule, theirs in (("cosine", cosine_lr), ("constant", const_lr)):
-        config = OptimConfig(lr=0.3, schedule=schedule, warmup=warmup)  # type: ignore[arg-type]
-        rate = theirs(optimizer, 0.3, warmup, 40)
-        assert [learning_rate(config, step, 40) for step in range(40)] == [rate(step) for step in range(40)]
-
-
-def test_the_cosine_goes_from_one_end_to_the_other() -> None:
-    config = OptimConfig(lr=0.5, min_lr=0.1, warmup=4)
-    rates = [learning_rate(config, step, 20) for step in range(21)]
-    assert rates[:4] == [0.125, 0.25, 0.375, 0.5] and rates[4] == 0.5
-    assert rates[4:] == sorted(rates[4:], reverse=True) and rates[12] == pytest.approx(0.3)
-    assert rates[20] == pytest.approx(0.1) and learning_rate(config, 500, 20) == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize("steps", [0, 1, 3])
-def test_runs_shorter_than_the_warm_up(steps: int) -> None:
-    config = OptimConfig(lr=1.0, warmup=4)
-    assert [learning_rate(config, step, steps) for step in range(steps)] == [(step + 1) / 4 for step in range(steps)]
-    assert learning_rate(OptimConfig(lr=1.0), 0, steps) == 1.0
 
 
 def test_the_scale_is_clamped() -> None:
@@ -274,6 +257,24 @@ def test_a_rate_that_is_given_is_that_of_everything(tmp_path: Path) -> None:
     assert sorted(set(rates(towers, both).values())) == pytest.approx([1e-6, 3e-4])
 
 
+@pytest.mark.filterwarnings("ignore")  # of sentence-transformers, about a model without its own pooling
+def test_groups_have_a_place_for_unused_poolers(tmp_path: Path) -> None:
+    """Runs of 0.1 had them in the optimiser, where they never had a gradient."""
+    towers = build_towers(TowerConfig(towers=f"st:{sentence_folder(tmp_path)}"))
+    named = dict(towers.named_parameters())
+    assert [name for name, p in named.items() if not p.requires_grad] == [
+        "left.backbone.model.0.model.pooler.dense.weight",
+        "left.backbone.model.0.model.pooler.dense.bias",
+    ]
+    assert set(rates(towers, OptimConfig())) == set(named)
+    slow = {name for name, rate in rates(towers, resolved(OptimConfig(), towers)).items() if rate < SCRATCH}
+    assert slow == set(named) - {"log_scale"}
+    locked = build_towers(TowerConfig(towers=f"st:{tmp_path}", lock="both", head="linear"))
+    assert set(rates(locked, OptimConfig())) == {"left.head.weight", "log_scale"}
+    partly = build_towers(TowerConfig(towers=f"st:{tmp_path}", lock="both", unlock=1))
+    assert not any("pooler" in name for name in rates(partly, OptimConfig()))
+
+
 def test_rates_of_backbones_that_are_not_there() -> None:
     towers = build_towers(TowerConfig(width=32, depth=1), texts=["a"])
     with pytest.raises(ValueError, match="backbone_lr: expected a pretrained backbone that is not locked, got 1e-05"):
@@ -311,3 +312,48 @@ def test_rates_are_saved_and_a_run_goes_on_with_them(tmp_path: Path) -> None:
     assert all(torch.equal(a[name], b[name]) for name in a)
     other = Trainer(small(table, tmp_path / "half", towers=f"hf:{folder}", lr=5e-4, batch=16, pixels=0, steps=4))
     assert (other.config.optim.lr, other.config.optim.backbone_lr, set(other.rates)) == (5e-4, 5e-4, {1.0})
+
+
+# --- rates that fall from block to block --------------------------------------------------------------------------
+
+
+def test_layer_decay_of_tiny() -> None:
+    towers = build_towers(TowerConfig(width=32, depth=2, head="linear"), texts=["a", "b"])
+    found = rates(towers, OptimConfig(lr=1.0, layer_decay=0.5))
+    expected = {"embeddings": 0.125, "pre_layrnorm": 0.125, "layers.0": 0.25, "layers.1": 0.5}
+    expected |= {"post_layernorm": 1.0, "final_layer_norm": 1.0, "projection": 1.0, "head": 1.0, "log_scale": 1.0}
+    for word, rate in expected.items():
+        assert {x for name, x in found.items() if word in name} == {rate}, word
+    assert all(any(word in name for word in expected) for name in found)
+    names = {id(p): name for name, p in towers.named_parameters()}
+    for group in make_optimizer(towers, OptimConfig(weight_decay=0.3, layer_decay=0.5)).param_groups:
+        assert {decays(names[id(p)], p) for p in group["params"]} == {group["weight_decay"] == 0.3}
+
+
+def test_layer_decay_multiplies_the_rate_of_backbones(tmp_path: Path) -> None:
+    towers = build_towers(TowerConfig(towers=f"hf:{clip_folder(tmp_path)}", head="linear"))
+    found = rates(towers, OptimConfig(lr=1e-2, backbone_lr=1e-3, layer_decay=0.5))
+    for word, rate in {"embeddings": 2.5e-4, "layers.0": 5e-4, "projection": 1e-3, "head": 1e-2}.items():
+        assert {round(x, 9) for name, x in found.items() if word in name} == {rate}, word
+
+
+def test_layer_decay_needs_a_backbone_to_train() -> None:
+    towers = build_towers(TowerConfig(width=32, depth=1, lock="both", head="linear"), texts=["a"])
+    with pytest.raises(ValueError, match=r"layer_decay: expected a backbone to train, got 0.5. Drop it"):
+        make_optimizer(towers, OptimConfig(layer_decay=0.5))
+    one = build_towers(TowerConfig(width=32, depth=1, lock="image", head="linear"), texts=["a"])
+    assert all("left.backbone" not in name for name in rates(one, OptimConfig(layer_decay=0.5)))
+
+
+def test_a_run_with_layer_decay_goes_on_exactly_and_only_with_it(tmp_path: Path) -> None:
+    table = shapes(tmp_path / "shapes", sizes=1)
+    options: dict[str, Any] = {"batch": 16, "steps": 4, "save_every": 2, "keep": 9, "layer_decay": 0.5}
+    Trainer(small(table, tmp_path / "whole", **options)).run()
+    middle = str(tmp_path / "whole" / "checkpoints" / "step-00000002")
+    again = Trainer(small(table, tmp_path / "again", resume=middle, **options))
+    assert sorted(set(again.rates)) == [0.25, 0.5, 1.0]
+    again.run()
+    a, b = weights(tmp_path / "whole"), weights(tmp_path / "again")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    with pytest.raises(ValueError, match="layer_decay: expected a factor below 1, as in the run that is resumed"):
+        Trainer(small(table, tmp_path / "other", resume=middle, **{**options, "layer_decay": 1.0}))

@@ -92,7 +92,7 @@ def test_workers_change_nothing(table: Path, tmp_path: Path, usual: list[float])
 
 
 @pytest.mark.filterwarnings("ignore")  # packages that timm imports
-@pytest.mark.parametrize("optimizer", ["SGD", "adagrad", "adafactor", "timm:lion"])
+@pytest.mark.parametrize("optimizer", ["SGD", "adagrad", "adafactor", "timm:lion", "timm:adafactorbv"])
 def test_other_optimizers_train_and_go_on_exactly(
     table: Path, tmp_path: Path, optimizer: str, usual: list[float]
 ) -> None:
@@ -113,6 +113,39 @@ def test_a_constant_schedule(table: Path, tmp_path: Path) -> None:
     Trainer(small(table, tmp_path, schedule="constant", warmup=2, lr=1e-3, **{**SHORT, "steps": 4})).run()
     rates = [entry["lr"] for entry in history(tmp_path) if "lr" in entry]
     assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3])
+
+
+# --- locked and dropped parts of the towers -----------------------------------------------------------------------
+
+
+def test_unlocked_blocks_learn_and_nothing_is_kept(table: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"lock": "image", "head": "linear", "depth": 2, **SHORT}
+    assert list(Trainer(small(table, tmp_path / "locked", **options)).kept) == ["left"]
+    trainer = Trainer(small(table, tmp_path / "partly", unlock=1, **options))
+    assert not trainer.kept
+    before = {name: x.clone() for name, x in trainer.towers.state_dict().items()}
+    trainer.run()
+    changed = {name for name, x in weights(tmp_path / "partly").items() if not torch.equal(x, before[name])}
+    left = {name for name in changed if name.startswith("left.backbone")}
+    words = ("layers.1.", "post_layernorm", "visual_projection")
+    # The bias of keys has no gradient: softmax ignores it.
+    expected = {name for name in before if name.startswith("left.backbone") and any(word in name for word in words)}
+    assert left <= expected and {name for name in expected if "k_proj.bias" not in name} <= left
+    assert not list((tmp_path / "partly").glob("kept-*"))
+    with pytest.raises(ValueError, match=r"unlock: expected 1, as in the checkpoint, got 2. Pass --unlock 1"):
+        Trainer(small(table, tmp_path / "partly", unlock=2, **options))
+
+
+def test_runs_with_patch_dropout_go_on_exactly(table: Path, tmp_path: Path, usual: list[float]) -> None:
+    options: dict[str, Any] = {"patch_dropout": 0.5, "steps": 3, "save_every": 1, "keep": 9}
+    Trainer(small(table, tmp_path / "whole", **options)).run()
+    found = losses(tmp_path / "whole")
+    assert found != usual
+    middle = str(tmp_path / "whole" / "checkpoints" / "step-00000002")
+    Trainer(small(table, tmp_path / "again", resume=middle, **options)).run()
+    assert losses(tmp_path / "again") == found[2:]
+    Trainer(small(table, tmp_path / "without", resume=middle, **{**options, "patch_dropout": 0.0})).run()
+    assert losses(tmp_path / "without") != found[2:], "the last steps may go without"
 
 
 # --- every loss with every kind of towers -------------------------------------------------------------------------

@@ -74,6 +74,18 @@ def test_shards_learn_what_one_process_learns(table: Path, tmp_path: Path) -> No
             torch.testing.assert_close(weight, expected, rtol=0.02, atol=2e-3)
 
 
+@pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp"])
+def test_processes_share_partly_locked_towers_and_layer_decay(table: Path, tmp_path: Path, fsdp: bool) -> None:
+    options: dict[str, Any] = {"lock": "image", "unlock": 1, "depth": 2, "layer_decay": 0.5, "steps": 3}
+    Trainer(small(table, tmp_path / "alone", **options)).run()
+    pool(2).run(trained, small(table, tmp_path / "shared", fsdp=fsdp, **options), {})
+    got, want = (torch.tensor(losses(tmp_path / name)) for name in ("shared", "alone"))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    mine, theirs = weights(tmp_path / "shared"), weights(tmp_path / "alone")
+    for name, expected in theirs.items():
+        torch.testing.assert_close(mine[name], expected, rtol=0.02, atol=2e-3)
+
+
 def stopped(config: TrainConfig) -> str:
     trainer = Trainer(config)
     with torch.no_grad():
@@ -104,6 +116,7 @@ def test_layers_are_found_inner_ones_first() -> None:
         ({"batch": 31}, r"batch: expected a multiple of the 2 processes with --fsdp, got 31"),
         ({"precision": "fp16"}, r"precision: expected fp32 or bf16 with --fsdp, got fp16"),
         ({"optimizer": "Adafactor"}, r"optimizer: expected one that can update shards with --fsdp, got Adafactor"),
+        ({"optimizer": "timm:adafactorbv"}, r"optimizer: expected one that can update shards .*got timm:adafactorbv"),
     ],
 )
 def test_what_shards_cannot_do_is_refused(changes: dict[str, Any], told: str) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from contratile.data.images import CLIP_MEAN, CLIP_STD
 from contratile.errors import bad_value
 from contratile.models.base import Backbone, Pixels, image_backbone, import_for_towers
+from contratile.models.pooling import TextPooling, freeze_pooler, pool_tokens, set_sentence_pooling
 from contratile.models.pretrained import pretrained, readable
 from contratile.models.tiny import tiny_backbones
 
@@ -67,18 +68,29 @@ class _ProjectedEncoder(nn.Module):
         return self.projection(found.pooler_output)  # type: ignore[no-any-return]
 
 
-class _PooledEncoder(nn.Module):
-    """A model without projection. Texts: mean over tokens; images: the pooled output, else the mean over patches."""
+class _PooledText(nn.Module):
+    """A text model without projection, and how its tokens are pooled."""
+
+    def __init__(self, model: nn.Module, pooling: TextPooling) -> None:
+        super().__init__()
+        self.model, self.pooling = model, pooling
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        found = self.model(**inputs)
+        if self.pooling == "pooler":
+            return found.pooler_output  # type: ignore[no-any-return]
+        return pool_tokens(found.last_hidden_state, inputs["attention_mask"], self.pooling)
+
+
+class _PooledImage(nn.Module):
+    """An image model without projection: the pooled output, else the mean over patches."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, inputs: Any) -> Tensor:
-        found = self.model(**inputs) if isinstance(inputs, dict) else self.model(pixel_values=inputs)
-        if isinstance(inputs, dict):
-            mask = inputs["attention_mask"].unsqueeze(-1).to(found.last_hidden_state.dtype)
-            return (found.last_hidden_state * mask).sum(1) / mask.sum(1).clamp_min(1)  # type: ignore[no-any-return]
+    def forward(self, pixels: Tensor) -> Tensor:
+        found = self.model(pixel_values=pixels)
         pooled = getattr(found, "pooler_output", None)
         hidden = found.last_hidden_state if pooled is None else pooled
         if hidden.dim() == 4:  # the feature map of a convolutional network
@@ -122,12 +134,21 @@ def _hf_pair(transformers: Any, vision_name: str, text_name: str, config: TowerC
     with pretrained("hf", text_name):
         text = transformers.AutoModel.from_pretrained(text_name, trust_remote_code=False)
         tokenizer = transformers.AutoTokenizer.from_pretrained(text_name, trust_remote_code=False)
+    if config.text_pooling == "pooler" and getattr(text, "pooler", None) is None:
+        remedy = "Pass cls, mean or last."
+        got = f"a {type(text).__name__} without"
+        bad_value("text_pooling", expected="a text model with a pooler", got=got, remedy=remedy)
+    if config.text_pooling != "pooler":
+        freeze_pooler(text)
     _enable_checkpointing(config, vision, text)
     length = min(tokenizer.model_max_length, text.config.max_position_embeddings)
     return (
-        image_backbone(_PooledEncoder(vision), vision.config.hidden_size, *preparation),
+        image_backbone(_PooledImage(vision), _width(vision.config), *preparation),
         Backbone(
-            _PooledEncoder(text), text.config.hidden_size, "text", HfTokenizer(tokenizer, length, pad_fully=False)
+            _PooledText(text, config.text_pooling),
+            text.config.hidden_size,
+            "text",
+            HfTokenizer(tokenizer, length, pad_fully=False),
         ),
     )
 
@@ -136,6 +157,9 @@ def _preparation(name: str, vision: Any, config: TowerConfig) -> tuple[int, Pixe
     """The image size and the normalisation that a model of transformers was trained with."""
     from transformers.utils.hub import cached_file
 
+    timm = getattr(vision, "pretrained_cfg", None)  # hf:timm/...: a model of timm inside transformers
+    if timm is not None:
+        return config.pixels or timm["input_size"][-1], Pixels(timm["mean"], timm["std"])
     edge = config.pixels or vision.image_size
     found = cached_file(name, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False)
     if found is None:
@@ -146,6 +170,11 @@ def _preparation(name: str, vision: Any, config: TowerConfig) -> tuple[int, Pixe
     if len(mean) != 3 or len(std) != 3:
         raise ValueError("preprocessor_config.json: image_mean and image_std must be three numbers each")
     return edge, Pixels(mean, std)
+
+
+def _width(vision: Any) -> int:
+    """Features of a vision model; models of timm have their own name for it."""
+    return int(getattr(vision, "hidden_size", None) or vision.num_features)
 
 
 def _enable_checkpointing(config: TowerConfig, *models: Any) -> None:
@@ -164,8 +193,15 @@ def _open_clip(name: str, config: TowerConfig, texts: Iterable[str], folder: Pat
     with readable(f"towers open_clip:{name}"):
         # force_custom_text makes the text tower a module of its own, like the image tower.
         model = open_clip.create_model(
-            model_name, pretrained=tag or None, force_image_size=size, force_custom_text=True
+            model_name,
+            pretrained=tag or None,
+            force_image_size=size,
+            force_custom_text=True,
+            force_patch_dropout=config.patch_dropout,
         )
+    if config.patch_dropout and not any(type(x).__name__ == "PatchDropout" for x in model.visual.modules()):
+        remedy = "Drop it: only vision transformers have patch dropout."
+        bad_value("patch_dropout", expected="none with this model", got=config.patch_dropout, remedy=remedy)
     if config.checkpointing:
         model.set_grad_checkpointing(True)
     edge = model.visual.image_size
@@ -206,6 +242,9 @@ def _sentence_transformers(
     path = packaged_model(name)
     with pretrained("st", path):
         model = sentence_transformers.SentenceTransformer(path, device="cpu", trust_remote_code=False)
+    set_sentence_pooling(model, config.text_pooling)
+    for module in model.modules():
+        freeze_pooler(module)
     if config.checkpointing:
         _enable_checkpointing(config, model[0].auto_model)
     # Renamed in sentence-transformers 6.

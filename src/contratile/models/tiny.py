@@ -51,7 +51,7 @@ def tiny_backbones(config: TowerConfig, texts: Iterable[str], folder: Path | Non
         tokenizer = train_tokenizer(texts, config.vocabulary)
     edge = config.pixels or 32
     shape = Shape(config.width, config.depth, checkpointing=config.checkpointing)
-    image = ImageEncoder(shape, edge=edge, patch=config.patch)
+    image = ImageEncoder(shape, edge=edge, patch=config.patch, patch_dropout=config.patch_dropout)
     text = TextEncoder(
         shape, vocabulary=tokenizer.get_vocab_size(), length=config.words, end=tokenizer.token_to_id("[END]")
     )
@@ -144,9 +144,9 @@ class Shape:
 class ImageEncoder(nn.Module):
     """Normalised pixels [n, 3, edge, edge] -> features [n, C]."""
 
-    def __init__(self, shape: Shape, *, edge: int, patch: int) -> None:
+    def __init__(self, shape: Shape, *, edge: int, patch: int, patch_dropout: float = 0.0) -> None:
         super().__init__()
-        vision = _Vision(shape, edge, patch)
+        vision = _Vision(shape, edge, patch, patch_dropout)
         self.model = nn.ModuleDict({"vision_model": vision, "visual_projection": _projection(shape.width)})
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -171,16 +171,18 @@ class TextEncoder(nn.Module):
 
 
 class _Vision(nn.Module):
-    def __init__(self, shape: Shape, edge: int, patch: int) -> None:
+    def __init__(self, shape: Shape, edge: int, patch: int, patch_dropout: float) -> None:
         super().__init__()
         self.embeddings = _Patches(shape.width, edge, patch)
+        self.patch_dropout = PatchDropout(patch_dropout)
         self.pre_layrnorm = nn.LayerNorm(shape.width)  # the spelling is that of published checkpoints
         self.encoder = _Layers(shape, causal=False)
         self.post_layernorm = nn.LayerNorm(shape.width)
         _initialise(self, shape)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        hidden = self.encoder(self.pre_layrnorm(self.embeddings(pixels)))
+        tokens = self.patch_dropout(self.embeddings(pixels))
+        hidden = self.encoder(self.pre_layrnorm(tokens))
         return self.post_layernorm(hidden[:, 0, :])  # type: ignore[no-any-return]  # torch leaves calls unannotated
 
 
@@ -197,6 +199,29 @@ class _Text(nn.Module):
         hidden = self.final_layer_norm(self.encoder(self.embeddings(ids)))
         where = (ids == self.end).int().argmax(dim=-1)  # the first [END]
         return hidden[torch.arange(len(hidden), device=hidden.device), where]  # type: ignore[no-any-return]
+
+
+class PatchDropout(nn.Module):
+    """Keeps a random choice of the patches of each image, in training; the class token, which is first, stays.
+
+    The positions are added before, so that the others can be left out: that saves their share of the time.
+
+    Args:
+        share: Share of the patches that is dropped; at least one is kept.
+    """
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if not self.share or not self.training:
+            return tokens
+        n, patches = len(tokens), tokens.shape[1] - 1
+        drawn = torch.rand(n, patches, device=tokens.device)
+        kept = drawn.topk(max(1, int(patches * (1 - self.share)))).indices + 1
+        kept = torch.cat([kept.new_zeros(n, 1), kept], dim=1)
+        return tokens.gather(1, kept.unsqueeze(-1).expand(-1, -1, tokens.shape[2]))
 
 
 class _Patches(nn.Module):

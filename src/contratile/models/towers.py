@@ -31,6 +31,8 @@ from contratile.data.sample import Kind
 from contratile.errors import bad_value, check_choice, check_count
 from contratile.models.backbones import MAKERS
 from contratile.models.base import Backbone
+from contratile.models.blocks import need_blocks
+from contratile.models.pooling import TextPooling
 from contratile.models.tiny import WordTokenizer
 
 Lock = Literal["none", "image", "text", "left", "right", "both"]
@@ -46,6 +48,9 @@ class TowerConfig:
 
     lock: Lock = "none"
     """Side whose backbone is frozen (LiT: image, the left side). Its outputs are computed once and cached."""
+
+    unlock: int = 0
+    """Last blocks of a locked backbone to train all the same, with all that follows them (final norm, projection)."""
 
     head: Head = "none"
     """Trainable layers on top of each backbone; residual adds to the backbone's features, initially zero."""
@@ -64,6 +69,13 @@ class TowerConfig:
 
     pixels: int = 0
     """Edge of the input images in pixels; 0: what the model was trained with (tiny: 32)."""
+
+    patch_dropout: float = 0.0
+    """Share of the image patches that are dropped at random in training (FLIP). tiny, and open_clip's ViTs."""
+
+    text_pooling: TextPooling = "auto"
+    """How tokens become features: the first token (cls), the model's pooler, mean, or the last token.
+    For hf:<vision>+<text> (auto: mean) and st: (auto: as the model was trained)."""
 
     words: int = 16
     """tiny: maximum number of tokens per text."""
@@ -100,6 +112,7 @@ class TowerConfig:
             "vocabulary": 1,
             "pixels": 0,
             "dim": 0,
+            "unlock": 0,
         }.items():
             check_count(field, getattr(self, field), least=least)
         # Options without effect are errors, not ignored.
@@ -108,11 +121,31 @@ class TowerConfig:
         if maker == "tiny" and (self.pixels or 32) % self.patch:
             remedy = "Patches must cover the image exactly."
             bad_value("patch", expected=f"a divisor of {self.pixels or 32} pixels", got=self.patch, remedy=remedy)
-        for field in ("lock", "head"):
-            check_choice(field, getattr(self, field), get_args({"lock": Lock, "head": Head}[field]))
+        for field, choices in {"lock": Lock, "head": Head, "text_pooling": TextPooling}.items():
+            check_choice(field, getattr(self, field), get_args(choices))
+        self._check_parts(maker, name)
         if not self.init_scale >= 1:
             remedy = "It is the inverse temperature: 14.3 for a temperature of 0.07."
             bad_value("init_scale", expected="at least 1", got=self.init_scale, remedy=remedy)
+
+    def _check_parts(self, maker: str, name: str) -> None:
+        """Check the options that only some towers have."""
+        if self.unlock and self.lock == "none":
+            remedy = "Pass --lock image, text or both."
+            bad_value("unlock", expected="a locked backbone", got=self.unlock, remedy=remedy)
+        if not 0 <= self.patch_dropout < 1:
+            bad_value("patch_dropout", expected="a share from 0 to below 1", got=self.patch_dropout, remedy="Try 0.5.")
+        if self.patch_dropout and maker not in ("tiny", "open_clip"):
+            remedy = "Drop it: models of transformers have no patch dropout."
+            bad_value("patch_dropout", expected=f"none with {maker}: towers", got=self.patch_dropout, remedy=remedy)
+        if self.patch_dropout and self.lock in ("image", "left", "both"):
+            remedy = "Drop it: a locked encoder runs in evaluation mode, without dropout."
+            bad_value("patch_dropout", expected="none with a locked image side", got=self.patch_dropout, remedy=remedy)
+        choice = maker == "st" or (maker == "hf" and "+" in name)
+        if self.text_pooling != "auto" and not choice:
+            remedy = "Drop it: the pooling of this model is fixed."
+            expected = "auto, except for hf:<vision>+<text> and st:"
+            bad_value("text_pooling", expected=expected, got=self.text_pooling, remedy=remedy)
 
 
 class Tower(nn.Module):
@@ -122,7 +155,8 @@ class Tower(nn.Module):
         prepare: Turns raw images or texts into the backbone's inputs.
         width: Number of features.
         kind: "image" or "text".
-        locked: Whether the backbone is frozen.
+        locked: Whether the whole backbone is frozen, so that its outputs never change.
+        frozen: Frozen modules of a backbone that is locked in part.
     """
 
     def __init__(self, backbone: Backbone) -> None:
@@ -130,22 +164,41 @@ class Tower(nn.Module):
         self.backbone, self.width, self.kind, self.prepare = backbone
         self.head: nn.Module = nn.Identity()
         self.locked = False
+        self.frozen: list[nn.Module] = []
         self.pretrained = False
         """Whether the backbone's weights are pretrained."""
 
     def forward(self, inputs: Any) -> Tensor:
         return F.normalize(self.head(self.backbone(inputs)), dim=-1)
 
-    def lock(self) -> None:
-        """Freeze the backbone: no gradients, and evaluation mode whatever the mode of the head."""
-        self.locked = True
+    def lock(self, unlock: int = 0) -> None:
+        """Freeze the backbone: no gradients, and evaluation mode whatever the mode of the rest.
+
+        Args:
+            unlock: Last blocks that stay trainable, with all that follows them.
+
+        Raises:
+            ValueError: The backbone has fewer blocks, or its blocks cannot be told.
+        """
+        self.locked = not unlock
+        trained = {name for name, parameter in self.backbone.named_parameters() if parameter.requires_grad}
         self.backbone.requires_grad_(False)
+        if unlock:
+            blocks = need_blocks(self.backbone, "unlock", kind=self.kind)
+            there = len(blocks.modules)
+            if unlock > there:
+                remedy = "Lower it, or do not lock this side."
+                expected = f"at most the {there} blocks of the {self.kind} encoder"
+                bad_value("unlock", expected=expected, got=unlock, remedy=remedy)
+            for name, parameter in self.backbone.named_parameters():
+                parameter.requires_grad_(name in trained and blocks.depth[name] > there - unlock)
+            self.frozen = [*blocks.inputs, *blocks.modules[: there - unlock]]
         self.train(self.training)
 
     def train(self, mode: bool = True) -> Tower:
         super().train(mode)
-        if self.locked:
-            self.backbone.eval()
+        for module in [self.backbone] if self.locked else self.frozen:
+            module.eval()  # no dropout, and batch norm keeps its statistics
         return self
 
     def add_head(self, kind: Head, width: int) -> None:
@@ -255,7 +308,7 @@ def build_towers(
             tower.add_head(config.head, config.dim or left.width)
     sides = {"image": (left,), "left": (left,), "text": (right,), "right": (right,), "both": (left, right), "none": ()}
     for tower in sides[config.lock]:
-        tower.lock()
+        tower.lock(config.unlock)
     towers = Towers(left, right, config, bias=bias)
     if not any(p.requires_grad for p in [*left.parameters(), *right.parameters()]):
         remedy = "Pass --head linear or mlp, or lock one side only."

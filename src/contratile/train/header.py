@@ -28,6 +28,11 @@ def header(trainer: Trainer) -> list[str]:
     rates = f"{optim.rate:g}"
     if optim.backbone_lr is not None:
         rates += f"; pretrained backbones {optim.backbone_lr:g}"
+    if optim.layer_decay < 1:
+        rates += f"; times {optim.layer_decay:g} per block"
+    schedule = f"{optim.schedule}, {optim.warmup} steps of warm-up"
+    if optim.cooldown:
+        schedule += f", {optim.cooldown} of cooldown"
     world = trainer.accelerator.num_processes
     per_epoch = trainer.loader.steps_per_epoch
     epochs = f" (epochs: {trainer.steps / per_epoch:.3g})" if per_epoch else ""
@@ -40,7 +45,7 @@ def header(trainer: Trainer) -> list[str]:
         ("device", f"{trainer.accelerator.device}, {world} process{'es' * (world > 1)}, {run.precision}"),
         ("steps", f"{trainer.steps:,} of {trainer.loader.batch:,} pairs in chunks of {trainer.chunk:,}{epochs}"),
         ("loss", trainer.config.loss.loss),
-        ("learning rate", f"{rates} ({optim.optimizer}, {optim.schedule}, {optim.warmup} steps of warm-up)"),
+        ("learning rate", f"{rates} ({optim.optimizer}, {schedule})"),
         *([("tracked by", ", ".join(run.track))] if run.track else []),
         ("writes to", str(run.out)),
     ]

@@ -44,11 +44,12 @@ from contratile.train.encoders import SIDES, locked_outputs, shared_towers, step
 from contratile.train.evaluate import neighbors, not_finite, retrieval
 from contratile.train.launch import gather_objects, join
 from contratile.train.objective import batch_loss, pair_facts
-from contratile.train.optim import clamp_scale, learning_rate, load_optimizer, make_optimizer, resolved
+from contratile.train.optim import clamp_scale, load_optimizer, make_optimizer, resolved
 from contratile.train.paths import absolute_paths
 from contratile.train.random_state import random_state, set_random_state
 from contratile.train.results import is_finished
 from contratile.train.resume import check_options, claim_and_find_checkpoint, run_of
+from contratile.train.schedule import in_steps, learning_rate
 from contratile.train.setup import (
     check_kept_outputs,
     check_kinds,
@@ -256,6 +257,8 @@ class Trainer:
             samples_per_epoch=data.samples_per_epoch,
         )
         self.steps = run.steps or steps_of(run.epochs, self.loader.steps_per_epoch)
+        optim = in_steps(self.config.optim, self.loader.steps_per_epoch, self.steps)
+        self.config = replace(self.config, optim=optim)
         self.searches_training = gallery_has_training(self.config, self.source, self.held_out, self.steps)
 
     def _compute_locked_outputs(self, notify: Callable[[str], object], say: Callable[[str], object]) -> None:

@@ -19,7 +19,7 @@ from contratile.train.config import RunConfig, TrainConfig, to_dict
 from contratile.train.paths import absolute_towers
 
 # Options of the towers that do not affect the weights of a checkpoint.
-_FREE = ("checkpointing", "compile", "init_scale", "init_bias", "keep_outputs")
+_FREE = ("checkpointing", "compile", "init_scale", "init_bias", "keep_outputs", "patch_dropout")
 
 
 def claim_and_find_checkpoint(run: RunConfig, main: bool) -> tuple[Path | None, Claim | None]:

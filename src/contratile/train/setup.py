@@ -27,7 +27,7 @@ def check_sharding(config: TrainConfig, world: int) -> None:
     if run.precision == "fp16":
         remedy = "bf16 needs no gradient scaling."
         bad_value("precision", expected="fp32 or bf16 with --fsdp", got="fp16", remedy=remedy)
-    if optimizer.lower().endswith("adafactor"):
+    if "adafactor" in optimizer.lower():
         remedy = "Use adamw; this one takes means over the rows and columns of whole matrices."
         bad_value("optimizer", expected="one that can update shards with --fsdp", got=optimizer, remedy=remedy)
 
@@ -64,7 +64,8 @@ def check_texts(source: Source, config: TrainConfig) -> None:
 def check_kept_outputs(config: TrainConfig, source: Source) -> None:
     """Refuse augmentation of images whose features are computed only once."""
     lock = config.towers.lock in ("image", "left", "both")
-    if config.augment.on and lock and config.towers.keep_outputs and isinstance(source, Indexed):
+    kept = lock and config.towers.keep_outputs and not config.towers.unlock and isinstance(source, Indexed)
+    if config.augment.on and kept:
         expected = "images that are encoded in every epoch"
         got = f"--lock {config.towers.lock}, which computes their features once"
         remedy = "Drop --augment to keep the features, or pass --no-keep-outputs to augment and encode every epoch."

@@ -4,8 +4,8 @@
     optimizer.load_state_dict(restore(structure, tensors))
 
 JSON values stay as they are. Types that JSON lacks become an object with a single key that starts with $:
-{"$tensor": name}, {"$tuple": [...]}, {"$float": "nan"}, and {"$dict": [[key, value], ...]} for keys other than strings.
-A tensor that occurs several times, such as a tied weight, is stored once.
+{"$tensor": name}, {"$tuple": [...]}, {"$float": "nan"}, {"$dtype": "torch.bfloat16"}, and for keys other than strings
+{"$dict": [[key, value], ...]}. A tensor that occurs several times, such as a tied weight, is stored once.
 """
 
 import math
@@ -18,6 +18,8 @@ from contratile.errors import bad_type
 
 Json = Any
 Key = tuple[Any, ...]
+
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
 def flatten(tree: Any, name: str) -> tuple[Json, dict[str, Tensor]]:
@@ -49,6 +51,8 @@ def restore(structure: Json, tensors: dict[str, Tensor]) -> Any:
             return {restore(key, tensors): restore(value, tensors) for key, value in items}
         case ("$float", text):
             return float(text)
+        case ("$dtype", text):
+            return _DTYPES[text]
     return {key: restore(value, tensors) for key, value in structure.items()}
 
 
@@ -68,6 +72,8 @@ class _Walk:
             return value
         if isinstance(value, float):
             return value if math.isfinite(value) else {"$float": str(float(value))}
+        if isinstance(value, torch.dtype):
+            return {"$dtype": str(value)}
         if isinstance(value, dict):
             if all(isinstance(key, str) and not key.startswith("$") for key in value):
                 return {key: self.encode(item, (*path, key)) for key, item in value.items()}
