@@ -72,7 +72,7 @@ def test_a_run_begins_with_a_header(home: Path) -> None:
     told = {title: text.strip() for title, text in told.items()}
     assert "of pairs.csv (train); held out: " in told["pairs"]
     assert told["columns"] == "path (image) and caption (text)"
-    assert told["not used"].startswith("number, negative (text); ")
+    assert told["not used"] == "number" and told["negatives"] == "negative (text)"
     assert "tiny: image " in told["towers"] and "parameters from scratch; text " in told["towers"]
     assert told["device"] == "cpu, 1 process, fp32"
     assert told["steps"].startswith("6 of 32 pairs in chunks of 10")

@@ -209,7 +209,7 @@ def test_a_batch_that_is_larger_than_the_data(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "recipe.toml").write_text(to_toml(config), encoding="utf-8")
     words = ["train", "--config", str(tmp_path / "recipe.toml")]
     pairs = len(open_source(config.data, "train"))  # type: ignore[arg-type]
-    told = f"batch 4,096 is larger than the {pairs} training pairs: using {pairs}"
+    told = f"batch 4,096 is larger than the {pairs} pairs of an epoch: using {pairs}"
     assert main(words) == 0
     captured = capsys.readouterr()
     assert told in captured.err and f"compared {pairs} pairs" in captured.out and "drop_last" not in captured.err

@@ -63,7 +63,7 @@ def test_training_uses_kernels(given: dict[str, Any], dtype: torch.dtype, monkey
     monkeypatch.setattr(triton_tiles, "on_device", lambda device: nullcontext())
     left, right = (torch.empty(N, D, dtype=dtype, device="meta", requires_grad=True) for _ in range(2))
     scale, bias = (torch.empty((), device="meta", requires_grad=True) for _ in range(2))
-    ids = torch.empty(N, dtype=torch.long, device="meta")
+    ids = torch.empty(N, 1, dtype=torch.long, device="meta")
     with (
         patch.object(Device, "of", lambda device: Device(90, 132)),
         recorded() as launches,
@@ -80,6 +80,25 @@ def test_training_uses_kernels(given: dict[str, Any], dtype: torch.dtype, monkey
     assert not copies.found
 
 
+@pytest.mark.parametrize("mode", ["all", "own"])
+@pytest.mark.parametrize("loss", ["clip", "infonce"])
+def test_hard_negatives_use_kernels(loss: Any, mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which places are empty is known on the CPU: nothing is read back from the GPU."""
+    monkeypatch.setattr(registry, "on_gpu", lambda x: x.is_meta)
+    monkeypatch.setattr(registry, "_unavailable", lambda device: None)
+    monkeypatch.setattr(triton_tiles, "adds_in_fp32", lambda device, dtype: True)
+    monkeypatch.setattr(triton_tiles, "on_device", lambda device: nullcontext())
+    left, right = (torch.empty(N, D, device="meta", requires_grad=True) for _ in range(2))
+    negatives = torch.empty(2 * N, D, device="meta", requires_grad=True)
+    facts = torch.cat([torch.arange(N).unsqueeze(1), torch.arange(4 * N).view(N, 4) % 2], dim=1)
+    with patch.object(Device, "of", lambda device: Device(90, 132)), recorded() as launches:
+        config = LossConfig(loss=loss, hard_negatives=mode, ids="right")
+        batch_loss(config, left, right, facts, negatives, scale=torch.empty((), device="meta"))[0].backward()
+    kernels = [launch.kernel.__name__ for launch in launches]
+    assert kernels.count("forward_tiles") > (1 if mode == "all" else 0) and "gradient_tiles" in kernels
+    assert all(x.grad is not None for x in (left, right, negatives))
+
+
 def test_float64_stays_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "on_gpu", lambda x: True)
     monkeypatch.setattr(registry, "_unavailable", lambda device: None)
@@ -87,5 +106,5 @@ def test_float64_stays_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     with recorded() as launches, warnings.catch_warnings():
         warnings.simplefilter("error")
         scale = torch.tensor(1.0, dtype=torch.float64)
-        batch_loss(LossConfig(), left, right, torch.arange(8), scale=scale)[0].backward()
+        batch_loss(LossConfig(), left, right, torch.arange(8).unsqueeze(1), scale=scale)[0].backward()
     assert not launches

@@ -226,12 +226,12 @@ def test_names_and_paths_in_the_saved_configuration(
     benchmarks.classification(tmp_path / "wds_x", benchmarks.NAMES)
     (tmp_path / "icons").mkdir()
     (tmp_path / "prompts.txt").write_text("{}")
-    for name, saved in (("wds_x", str(tmp_path / "wds_x")), ("icons", "icons")):
+    for name, saved in (("wds_x", f"{tmp_path}/wds_x/"), ("icons", "icons")):
         trainer = Trainer(small(table, tmp_path / f"run-{name}", zero_shot=name, templates="prompts.txt"))
         assert trainer.config.eval.zero_shot == saved
         assert trainer.config.eval.templates == str(tmp_path / "prompts.txt")
     assert load_config(tmp_path / "run-wds_x" / "config.toml").eval == EvalConfig(
-        zero_shot=str(tmp_path / "wds_x"), templates=str(tmp_path / "prompts.txt")
+        zero_shot=f"{tmp_path}/wds_x/", templates=str(tmp_path / "prompts.txt")
     )
 
 

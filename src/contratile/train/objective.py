@@ -48,8 +48,7 @@ def batch_loss(
         The loss; the statistics of the batch, where the loss has them; typical norms of both sides, on the device.
     """
     how: dict[str, Any] = {"backend": config.backend, "cache_bytes": config.cache_mib << 20}
-    facts = facts.to(left.device)
-    ids = facts[:, 0].contiguous()
+    ids = facts[:, 0].to(left.device)
     norms = typical_norms((left, right)) if len(left) else None
     if config.loss == "ntxent":
         return functional.nt_xent(left, right, 1 / scale, **how), None, norms
@@ -71,13 +70,15 @@ def batch_loss(
 
 def _negatives(config: LossConfig, negatives: Tensor, facts: Tensor) -> dict[str, Any]:
     """Keywords of the loss for hard negatives."""
-    there, ids = (x.contiguous() for x in facts[:, 1:].chunk(2, dim=1))
+    there, ids = facts[:, 1:].chunk(2, dim=1)
     if config.hard_negatives == "own":
-        return {"hard_negatives": negatives.view(*there.shape, -1), "hard_mask": there.bool()}
-    chosen = there.flatten().bool()
-    # Ids of negatives are those of their texts, comparable with the pairs' only if these are of texts too.
-    comparable = config.dedup and config.ids == "right"
-    return {"extra_keys": negatives[chosen], "extra_ids": ids.flatten()[chosen] if comparable else None}
+        mask = there.bool().to(negatives.device)
+        return {"hard_negatives": negatives.view(*there.shape, -1), "hard_mask": mask}
+    places = there.flatten().nonzero().flatten()  # found where the facts are, on the CPU: a GPU would have to wait
+    keys = negatives.index_select(0, places.to(negatives.device))
+    if not (config.dedup and config.ids == "right"):  # ids of negatives are those of their texts
+        return {"extra_keys": keys}
+    return {"extra_keys": keys, "extra_ids": ids.flatten()[places].to(negatives.device)}
 
 
 def pair_facts(chunk: Chunk, ids: Literal["left", "right"]) -> Tensor:
