@@ -42,7 +42,7 @@ def test_recipes_are_the_papers_scripts(name: str) -> None:
 
 
 def test_names() -> None:
-    assert {"icons", "icons-whole", "wordnet", *PAPER} == set(recipe_names())
+    assert {"icons", "icons-simclr", "icons-whole", "wordnet", *PAPER} == set(recipe_names())
     for name in recipe_names():
         assert find_recipe(name) == FOLDER / f"{name}.toml" and find_recipe(name).is_file()
 
