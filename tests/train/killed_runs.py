@@ -191,7 +191,7 @@ def points(folder: Path, names: list[str], numbers: list[signal.Signals], worker
     assert "nothing left to do" in (folder / f"{name}.txt").read_text()
 
 
-def at_random(folder: Path, kills: int, workers: int, everything_on: bool) -> None:
+def at_random(folder: Path, kills: int, numbers: list[signal.Signals], workers: int, everything_on: bool) -> None:
     """Signals at random moments, one run after the other, until so many have been sent."""
     expected = whole(folder, workers, everything_on)
     began = time.monotonic()
@@ -202,7 +202,7 @@ def at_random(folder: Path, kills: int, workers: int, everything_on: bool) -> No
         name, runs = f"run {runs}", runs + 1
         while True:
             pid, began = start(folder, name), time.monotonic()
-            number = luck.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGINT, signal.SIGTERM))
+            number = luck.choice(numbers)
             left = luck.uniform(0, usual) if sent < kills and luck.random() < 0.9 else 1e9
             if until(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT), left):  # noqa: B023
                 usual = time.monotonic() - began  # other work on the machine may have begun or ended
@@ -227,12 +227,15 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--points", nargs="+", default=list(POINTS), choices=POINTS)
-    parser.add_argument("--signals", nargs="+", default=["SIGKILL"])
+    parser.add_argument("--signals", nargs="+", default=[], help="SIGKILL; at random moments also SIGINT and SIGTERM")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--random", type=int, default=0)
     parser.add_argument("--everything", action="store_true", help="augmentation, mixed sources, hard negatives")
     given = parser.parse_args()
     if given.random:
-        at_random(given.folder, given.random, given.workers, given.everything)
+        names = given.signals or ["SIGKILL", "SIGKILL", "SIGINT", "SIGTERM"]
+        numbers = [signal.Signals[name] for name in names]
+        at_random(given.folder, given.random, numbers, given.workers, given.everything)
     else:
-        points(given.folder, given.points, [signal.Signals[name] for name in given.signals], given.workers)
+        numbers = [signal.Signals[name] for name in given.signals or ["SIGKILL"]]
+        points(given.folder, given.points, numbers, given.workers)
