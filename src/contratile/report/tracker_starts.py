@@ -103,7 +103,7 @@ def _wandb(name: str, given: Start) -> Started:
     mode = told.get("WANDB_MODE", "offline")
     run = given.run or told.get("WANDB_RUN_ID") or secrets.token_hex(4)
     # The terminal shows the run's own progress.
-    quiet = {"console": ("WANDB_CONSOLE", "off"), "silent": ("WANDB_SILENT", True)}
+    quiet: dict[str, tuple[str, Any]] = {"console": ("WANDB_CONSOLE", "off"), "silent": ("WANDB_SILENT", True)}
     settings = {option: value for option, (variable, value) in quiet.items() if variable not in told}
     if mode == "offline":
         told.setdefault("WANDB_ERROR_REPORTING", "false")  # crash reports would go over the network
