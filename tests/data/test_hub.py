@@ -11,7 +11,7 @@ import pytest
 
 from contratile.data import Broken, DataConfig, Indexed, Loader, Stream, open_source
 from contratile.data.hub import HubStream, HubTable, open_hub
-from contratile.data.sample import left_name
+from contratile.data.sample import Traits, left_name
 from tests.data.files import encoded, picture, shade
 
 datasets = pytest.importorskip("datasets")
@@ -196,3 +196,34 @@ def test_equal_pictures_have_one_name(saved: Path, tmp_path: Path) -> None:
     names = [left_name(source[i]) for i in range(3)]
     assert len(set(names)) == 3 and names == [left_name(other[i]) for i in range(3)]
     assert (source.name, other.name) == ("hf:some (train)", "hf:one (train)")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", ["text", "image"])
+def test_captions_and_hard_negatives_in_lists(tmp_path: Path, streaming: bool, kind: str) -> None:
+    """Lists of texts, and columns of texts or of pictures stored in the dataset."""
+    numbers = range(6)
+    hard = datasets.Value("string") if kind == "text" else datasets.Image()
+    negatives: list[Any] = [
+        None if n == 2 else f"not {n}" if kind == "text" else {"bytes": encoded(picture(100 + n)), "path": None}
+        for n in numbers
+    ]
+    columns = {
+        "image": [{"bytes": encoded(picture(n)), "path": None} for n in numbers],
+        "captions": [[f"number {n}", f"the {n}"][: 1 + n % 2] for n in numbers],
+        "negative": negatives,
+    }
+    kinds = {"image": datasets.Image(), "captions": datasets.List(datasets.Value("string")), "negative": hard}
+    datasets.Dataset.from_dict(columns, features=datasets.Features(kinds)).save_to_disk(tmp_path / "data")
+    source = open_hub(f"hf:{tmp_path}/data", "train", streaming=streaming, test_share=None)
+    assert source.traits == Traits(several_texts=True, negatives=kind, negatives_count=1)  # type: ignore[arg-type]
+    if isinstance(source, HubTable):
+        samples = [source[n] for n in numbers]
+    else:
+        samples = [source.sample(record) for record, _ in source.records(seed=None, epoch=0, part=0, parts=1)]
+    for n, sample in enumerate(samples):
+        assert (sample.right, sample.more) == (f"number {n}", (f"the {n}",) if n % 2 else ())
+        found = [x if isinstance(x, str) else shade(x) for x in sample.negatives]
+        assert found == ([] if n == 2 else [f"not {n}" if kind == "text" else 100 + n])
+    texts = set(source.texts())
+    assert {"number 3", "the 3"} <= texts and ("not 3" in texts) == (kind == "text")
