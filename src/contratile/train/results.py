@@ -168,10 +168,18 @@ def is_finished(run: Path, step: int) -> bool:
 
 
 def held_out_rows(gallery: Gallery, held_out: SourceFeatures, k: int) -> list[SheetRow]:
-    """A few held-out texts, spread over the data, with the nearest held-out items of the other side."""
+    """A few held-out texts, spread over the data, with the nearest held-out items of the other side.
+
+    A run on views has no texts to ask with: its queries are images, each the first of what it finds.
+    """
+    if held_out.views:
+        images = len(set(held_out.names))
+        asked = list(range(images))[:: max(1, images // ROWS)][:ROWS]
+        queries = [gallery.caption(item) for item in asked]
+        return found_rows(gallery, queries, gallery.left[asked], k=k, among="left", items=range(images))
     among = searched_side(gallery)
     names, texts = len(set(held_out.names)), len(set(held_out.texts))  # held-out items come first in the gallery
-    items, queries = (names, texts) if among == "left" else (texts, names)
-    asked = list(range(queries))[:: max(1, queries // ROWS)][:ROWS]
+    items, count = (names, texts) if among == "left" else (texts, names)
+    asked = list(range(count))[:: max(1, count // ROWS)][:ROWS]
     words, features = (gallery.texts, gallery.right) if among == "left" else (gallery.names, gallery.left)
     return found_rows(gallery, [words[item] for item in asked], features[asked], k=k, among=among, items=range(items))
