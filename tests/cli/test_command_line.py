@@ -93,7 +93,7 @@ def test_a_reader_that_has_gone(words: list[str]) -> None:
     [
         (["train", "--batchsize", "3"], "unknown option --batchsize. Did you mean --batch?"),
         (["train", "--batch_size=3"], "unknown option --batch_size. Did you mean --batch?"),
-        (["train", "--learning-rate", "3"], "unknown option --learning-rate. See --help"),
+        (["train", "--learning-rate", "3"], "unknown option --learning-rate. Did you mean --lr?"),
         (["train", "--epoch", "3"], "unknown option --epoch. Did you mean --epochs?"),
         (["train", "--no-fdsp"], "unknown option --no-fdsp. Did you mean --no-fsdp?"),
         (["eval", "run", "--chunksize", "3"], "unknown option --chunksize. Did you mean --chunk?"),

@@ -204,3 +204,13 @@ def test_neighbors_and_chance() -> None:
     assert neighbors(found._replace(texts=list("abcde"))) == {}
     assert retrieval(found)["text_to_image_R@1"] == 1.0 and chance(found)["text_to_image_R@1"] == pytest.approx(0.2)
     assert "text_to_image_R@1_pairwise" not in retrieval(found), "a view belongs to its own image"
+
+
+def test_a_fixed_scale(photos: Path, tmp_path: Path) -> None:
+    options = {**VIEWS, "steps": 2, "learn_scale": False, "init_scale": 5.0}
+    trainer = Trainer(small(photos, tmp_path, **options))
+    trainer.run()
+    assert trainer.towers.log_scale.exp().item() == pytest.approx(5.0, rel=1e-6)
+    assert {line["scale"] for line in history(tmp_path) if "scale" in line} == {trainer.towers.log_scale.exp().item()}
+    with pytest.raises(ValueError, match="init_scale: expected at most 100, got 200"):
+        small(photos, tmp_path, **{**options, "init_scale": 200.0})

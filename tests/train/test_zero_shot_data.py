@@ -14,6 +14,7 @@ from torch import nn
 from contratile.cli import main
 from contratile.models.encoding import encode_texts, evaluating
 from contratile.report.tracking import history
+from contratile.train import class_names
 from contratile.train.config import EvalConfig, TrainConfig, load_config, to_toml
 from contratile.train.evaluate import class_features
 from contratile.train.load import load_run
@@ -258,3 +259,16 @@ def test_class_features_are_computed_in_evaluation_mode() -> None:
     with evaluating(tower):
         assert not tower.training
     assert tower.training
+
+
+def test_folders_of_wordnet_ids_are_the_classes_of_imagenet() -> None:
+    """In sorted order, as torchvision's ImageFolder numbers them; some of them alone do not tell which they are."""
+    open_clip_names = class_names._of_open_clip("imagenet", "IMAGENET_CLASSNAMES")
+    ids = [f"n{1_440_000 + 17 * i:08d}" for i in range(1000)]
+    texts = [ids[5], ids[999], ids[0], *ids]
+    expected = [open_clip_names[i] for i in (5, 999, 0, *range(1000))]
+    assert class_names.of_wordnet_ids(texts, "imagenet") == expected
+    assert class_names.of_wordnet_ids(["tench", "n00000001"], "imagenet") == ["tench", "n00000001"]
+    assert class_names.of_wordnet_ids(ids[:3], "names.txt") == ids[:3]
+    with pytest.raises(ValueError, match="expected folders of all 1,000 WordNet ids of ImageNet, got 3"):
+        class_names.of_wordnet_ids(ids[:3], "imagenet")

@@ -134,7 +134,7 @@ def _evaluate(options: Any) -> None:
     from contratile.data.catalog import open_source
     from contratile.models.encoding import best_device, encode
     from contratile.report.metric_text import neighbor_line, side_names, table, zero_shot_lines
-    from contratile.train.class_names import load_classes, load_templates
+    from contratile.train.class_names import load_classes, load_templates, of_wordnet_ids
     from contratile.train.evaluate import (
         TEMPLATES,
         chance,
@@ -194,6 +194,7 @@ def _evaluate(options: Any) -> None:
         remedy = "The run trained on two views of each image; it has no text encoder."
         bad_value("--classes", expected="a run with texts", got=options.run, remedy=remedy)
     if names:
+        found = found._replace(texts=of_wordnet_ids(found.texts, options.classes))
         rows = labelled(found.texts, names).rows
         metrics |= {"classes": len(names), "classified": len(rows), **zero_shot(towers, found, names, templates)}
     _write(metrics, options.out)

@@ -10,6 +10,32 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NoReturn
 
+ELSEWHERE = {
+    "--accum-freq": "--chunk",
+    "--aug-cfg": "--augment",
+    "--batch-size": "--batch",
+    "--dataset": "--data",
+    "--imagenet-val": "--zero-shot",
+    "--learning-rate": "--lr",
+    "--logs": "--out",
+    "--loss-type": "--loss",
+    "--mini-batch-size": "--chunk",
+    "--model": "--towers",
+    "--name": "--out",
+    "--num-workers": "--workers",
+    "--output-dir": "--out",
+    "--per-device-train-batch-size": "--batch",
+    "--pretrained": "--towers",
+    "--report-to": "--track",
+    "--temperature": "--init-scale",
+    "--train-data": "--data",
+    "--train-num-samples": "--samples-per-epoch",
+    "--val-data": "--test-data",
+    "--warmup-steps": "--warmup",
+    "--wd": "--weight-decay",
+}
+"""Options of open_clip, sentence-transformers and transformers, and ours that does the same."""
+
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that names the nearest option when one does not exist."""
@@ -28,6 +54,9 @@ class Parser(argparse.ArgumentParser):
 def unknown_option(word: str, known: Iterable[str]) -> str:
     """Return the error message for an option that does not exist."""
     name = word.partition("=")[0].replace("_", "-")
+    known = list(known)
+    if ELSEWHERE.get(name) in known:
+        return f"unknown option {word.partition('=')[0]}. Did you mean {ELSEWHERE[name]}?"
     close = difflib.get_close_matches(name, list(known), n=1)
     # difflib finds --batchsize too far from --batch; a common beginning counts more.
     begins = sorted((x for x in known if len(x) > 3 and (name.startswith(x) or x.startswith(name))), key=len)

@@ -78,7 +78,7 @@ def _search(options: Any) -> None:
     if tower.kind == "text" and pictures and Path(query).suffix.lower() in SUFFIXES and Path(query).is_file():
         remedy = "Pass --among right to find the texts of that picture."
         bad_value("query", expected="a text", got=f"a picture, {query}", remedy=remedy)
-    asked: Any = query if tower.kind == "text" else _picture(query)
+    asked: Any = query if tower.kind == "text" else _picture(query, views=towers.left is towers.right)
     (row,) = found_rows(gallery, [query], encode_queries(tower, [asked]), k=options.k, among=among)
     if pictures and among == "left":
         _show_pictures(row, options.out or run / "search.png", options.k)
@@ -123,7 +123,7 @@ def _show_pictures(row: "SheetRow", out: Path, k: int) -> None:
     print(f"contact sheet: {out}")
 
 
-def _picture(path: str) -> Any:
+def _picture(path: str, *, views: bool) -> Any:
     from contratile.data.images import decode
     from contratile.data.sample import Broken
 
@@ -133,7 +133,7 @@ def _picture(path: str) -> Any:
         reason = error.reason if isinstance(error, Broken) else str(error)
         bad_value(
             "query",
-            expected="the path of a picture with --among right",
+            expected="the path of a picture",
             got=f"{path!r} ({reason})",
-            remedy="To search images with a text, drop --among.",
+            remedy="This run has no text encoder." if views else "To search images with a text, drop --among.",
         )

@@ -194,7 +194,8 @@ def _print_results(trainer: "Trainer", outcome: "Outcome", written: "Written") -
         print(line)
     if trainer.zero_shot is not None:
         print("\n".join(zero_shot_lines(outcome.metrics, trainer.zero_shot.chance)))
-    print(f"R@10 is {outcome.metrics[BEST] / guess[BEST]:.0f} times chance")
+    times = outcome.metrics[BEST] / guess[BEST]
+    print(f"R@10 is {times:.{0 if times >= 10 else 1}f} times chance")
     print(
         f"These are the weights of step {outcome.step}. `contratile eval` uses the best ones, step {trainer.best_step}."
     )

@@ -86,6 +86,9 @@ class TowerConfig:
     init_scale: float = 1 / 0.07
     """Initial scale of the cosines, the inverse temperature."""
 
+    learn_scale: bool = True
+    """Learn the scale; --no-learn-scale keeps it at its initial value, as SimCLR does."""
+
     init_bias: float = -10.0
     """Initial bias of the scores, for a loss that has one (siglip)."""
 
@@ -254,7 +257,7 @@ class Towers(nn.Module):
     def __init__(self, left: Tower, right: Tower, config: TowerConfig, *, bias: bool) -> None:
         super().__init__()
         self.left, self.right, self.config = left, right, config
-        self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)))
+        self.log_scale = nn.Parameter(torch.tensor(math.log(config.init_scale)), requires_grad=config.learn_scale)
         self.bias = nn.Parameter(torch.tensor(config.init_bias)) if bias else None
 
     @property

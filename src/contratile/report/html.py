@@ -41,6 +41,7 @@ _NO_CURVE = (
 )
 
 SHEET_TEXT = "Held-out texts, each with the nearest held-out images; a frame and a tick mark the right one."
+VIEWS_TEXT = "Held-out images, each followed by the nearest others; a frame and a tick mark those with the same text."
 SEARCH_TEXT = (
     "The images nearest to some texts. Below each: its caption, score, and whether it is from the training data."
 )

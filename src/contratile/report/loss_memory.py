@@ -14,17 +14,20 @@ DENSE_MATRICES = 4
 _FP32 = 4
 
 
-def dense_loss_bytes(pairs: int, *, views: int = 1) -> int:
+def dense_loss_bytes(pairs: int, *, views: int = 1, negatives: int = 0) -> int:
     """Memory of a dense loss: all scores, their exponentials and their gradients at once.
 
     Args:
         pairs: Pairs in the global batch.
         views: 2 if both sides of a pair are compared with everything (NT-Xent, SupCon), else 1.
+        negatives: Hard negatives of each pair that all pairs are compared with.
     """
-    return DENSE_MATRICES * _FP32 * (views * pairs) ** 2
+    return DENSE_MATRICES * _FP32 * (views * pairs) ** 2 * (1 + negatives)
 
 
-def tiled_loss_bytes(pairs: int, width: int, *, processes: int = 1, views: int = 1, cache_bytes: int = 0) -> int:
+def tiled_loss_bytes(
+    pairs: int, width: int, *, processes: int = 1, views: int = 1, negatives: int = 0, cache_bytes: int = 0
+) -> int:
     """Memory of contratile's loss on one process: tile workspace, statistics, key gradient and score cache.
 
     Args:
@@ -32,6 +35,7 @@ def tiled_loss_bytes(pairs: int, width: int, *, processes: int = 1, views: int =
         width: Size of a feature.
         processes: Processes that share the batch. With several, two visiting key blocks are counted too.
         views: 2 if both sides of a pair are compared with everything (NT-Xent, SupCon), else 1.
+        negatives: Hard negatives of each pair that all pairs are compared with.
         cache_bytes: What may be spent on keeping score tiles from forward to backward.
     """
     rows = views * -(-pairs // processes)
@@ -39,4 +43,5 @@ def tiled_loss_bytes(pairs: int, width: int, *, processes: int = 1, views: int =
     statistics = 3 * rows * _FP32  # log-sum-exps of rows and columns, positive scores
     block = rows * width * _FP32
     visiting = 2 * block if processes > 1 else 0
-    return workspace + statistics + block + visiting + min(cache_bytes, rows * rows * _FP32)
+    cached = min(cache_bytes, (1 + negatives) * rows * rows * _FP32)
+    return workspace + statistics + (1 + negatives) * (block + visiting) + cached

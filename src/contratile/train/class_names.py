@@ -12,6 +12,8 @@ does not matter whether open_clip itself can be imported.
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Sequence
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ CLASSES = {"imagenet": "IMAGENET_CLASSNAMES"}
 TEMPLATES = {"openai": "OPENAI_IMAGENET_TEMPLATES", "simple": "SIMPLE_IMAGENET_TEMPLATES"}
 """Names of the lists, and what open_clip calls them."""
 
+WORDNET_ID = re.compile(r"n\d{8}")
 LARGEST = 1 << 24
 """Maximum bytes of a file of names or prompts."""
 
@@ -39,6 +42,28 @@ def load_classes(name: str) -> list[str]:
     if is_listed(name, CLASSES):
         return list(dict.fromkeys(map(str, _of_open_clip(name, CLASSES[name]))))
     return _lines("classes", name, CLASSES)
+
+
+def of_wordnet_ids(texts: Sequence[str], classes: str) -> list[str]:
+    """Class names instead of ImageNet's folder names (n01440764), which in sorted order are the classes.
+
+    Args:
+        texts: The texts of samples, for example from a folder of class folders.
+        classes: What the class names were loaded with; anything but "imagenet" leaves the texts as they are.
+
+    Raises:
+        ValueError: They are such ids, but not of all 1,000 classes, so that their order does not tell which they are.
+    """
+    found = sorted(set(texts))
+    if not is_listed(classes, CLASSES) or not found or not all(map(WORDNET_ID.fullmatch, found)):
+        return list(texts)
+    names = list(map(str, _of_open_clip(classes, CLASSES[classes])))
+    if len(found) != len(names):
+        remedy = "Rename the folders to class names, or pass --classes FILE with the names of the folders."
+        got = f"{len(found):,}, first {found[0]}"
+        bad_value("classes", expected=f"folders of all {len(names):,} WordNet ids of ImageNet", got=got, remedy=remedy)
+    place = dict(zip(found, names, strict=True))
+    return [place[text] for text in texts]
 
 
 def load_templates(name: str) -> list[str]:

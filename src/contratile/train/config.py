@@ -223,6 +223,9 @@ class TrainConfig:
         if "tensorboard" in run.track and not run.tensorboard:
             remedy = "Drop --no-tensorboard, or tensorboard from --track."
             bad_value("track", expected="other trackers with --no-tensorboard", got="tensorboard", remedy=remedy)
+        if not self.towers.learn_scale and self.towers.init_scale > loss.max_scale:
+            remedy = "Raise --max-scale, or lower --init-scale."
+            bad_value("init_scale", expected=f"at most {loss.max_scale:g}", got=self.towers.init_scale, remedy=remedy)
         if self.augment.views == 2:
             if loss.loss not in ("ntxent", "supcon"):
                 remedy = "Pass --loss ntxent; supcon also uses the classes."

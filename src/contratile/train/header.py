@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from contratile.data.sample import Indexed, Source
+from contratile.data.sample import Indexed, Source, traits_of
 from contratile.report.metric_text import columns_of
 
 if TYPE_CHECKING:
@@ -35,10 +35,12 @@ def header(trainer: Trainer) -> list[str]:
         schedule += f", {optim.cooldown} of cooldown"
     world = trainer.accelerator.num_processes
     per_epoch = trainer.loader.steps_per_epoch
-    epochs = f" (epochs: {trainer.steps / per_epoch:.3g})" if per_epoch else ""
+    samples = trainer.config.data.samples_per_epoch
+    length = f" of {samples:,} pairs" if samples else ""
+    epochs = f" (epochs{length}: {trainer.steps / per_epoch:.3g})" if per_epoch else ""
     told = [
         ("pairs", f"{_counted(trainer.source)}; held out: {_counted(trainer.held_out)}"),
-        *_columns(trainer.source),
+        *_columns(trainer),
         *_augment(trainer),
         *([("zero-shot", _counted(trainer.zero_shot.source))] if trainer.zero_shot is not None else []),
         ("towers", _towers(trainer)),
@@ -46,7 +48,7 @@ def header(trainer: Trainer) -> list[str]:
         ("steps", f"{trainer.steps:,} of {trainer.loader.batch:,} pairs in chunks of {trainer.chunk:,}{epochs}"),
         ("loss", trainer.config.loss.loss),
         ("learning rate", f"{rates} ({optim.optimizer}, {schedule})"),
-        *([("tracked by", ", ".join(run.track))] if run.track else []),
+        *([("trackers", ", ".join(run.track))] if run.track else []),
         ("writes to", str(run.out)),
     ]
     width = max(len(title) for title, _ in told)
@@ -57,8 +59,21 @@ def _counted(source: Source) -> str:
     return f"{len(source):,} of {source.name}" if isinstance(source, Indexed) else f"a stream of {source.name}"
 
 
-def _columns(source: Source) -> list[tuple[str, str]]:
-    """The columns that form the pair, and the unused ones: the user may have meant one of them."""
+def _columns(trainer: Trainer) -> list[tuple[str, str]]:
+    """The columns that form the pairs of each source, and the unused ones: the user may have meant one of them."""
+    told: list[tuple[str, str]] = []
+    for source in getattr(trainer.source, "sources", [trainer.source]):
+        told += _columns_of(source)
+    if trainer.negatives:
+        whose = "all pairs" if trainer.config.loss.hard_negatives == "all" else "their own pair"
+        told.append(("hard negatives", f"up to {trainer.negatives} of each pair, compared with {whose}"))
+    if traits_of(trainer.source).several_texts:
+        side = trainer.config.loss.ids
+        told.append(("texts", f"one of several in each epoch; pairs with the same {side} side share an id"))
+    return told
+
+
+def _columns_of(source: Source) -> list[tuple[str, str]]:
     columns = columns_of(source)
     if columns is None:
         return []
@@ -67,7 +82,7 @@ def _columns(source: Source) -> list[tuple[str, str]]:
         told.append(("negatives", f"{', '.join(columns.negatives)} ({columns.traits.negatives})"))
     if columns.unused:
         listed = ", ".join(f"{name} ({kind})" if kind else name for name, kind in columns.unused)
-        hint = "; --left and --right choose others" if any(kind for _, kind in columns.unused) else ""
+        hint = "; --left, --right and --negatives choose others" if any(kind for _, kind in columns.unused) else ""
         told.append(("not used", f"{listed}{hint}"))
     return told
 
@@ -78,7 +93,7 @@ def _augment(trainer: Trainer) -> list[tuple[str, str]]:
     if not config.on:
         return []
     strengths = config.strengths
-    told = [f"crops of {strengths.crop_scale[0]:g} to {strengths.crop_scale[1]:g} of the area"]
+    told = [f"random crops of {strengths.crop_scale[0]:.0%} to {strengths.crop_scale[1]:.0%} of the area"]
     told += [
         f"{name} {getattr(strengths, name):g}" for name in ("flip", "grayscale", "blur") if getattr(strengths, name)
     ]

@@ -384,12 +384,14 @@ class Trainer:
 
     def _tracker(self) -> Tracker:
         run, loss, processes = self.config.run, self.config.loss, self.accelerator.num_processes
-        dense = dense_loss_bytes(run.batch, views=loss.rows_per_pair)
+        negatives = self.negatives if loss.hard_negatives == "all" else 0
+        dense = dense_loss_bytes(run.batch, views=loss.rows_per_pair, negatives=negatives)
         tiled = tiled_loss_bytes(
             run.batch,
             self.towers.left.width,
             processes=processes,
             views=loss.rows_per_pair,
+            negatives=negatives,
             cache_bytes=loss.cache_mib << 20,
         )
         return Tracker(

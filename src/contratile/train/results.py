@@ -15,7 +15,7 @@ from contratile.data.files import written_whole
 from contratile.errors import bad_value
 from contratile.models.encoding import SourceFeatures
 from contratile.report.gallery import GALLERY, Gallery, found_rows, make_gallery, save_gallery
-from contratile.report.html import write_report
+from contratile.report.html import SHEET_TEXT, VIEWS_TEXT, write_report
 from contratile.report.loss_memory import dense_loss_bytes, tiled_loss_bytes
 from contratile.report.sheets import SheetRow, contact_sheet, png
 from contratile.report.tracking import history, size
@@ -93,12 +93,13 @@ def write_results(trainer: Trainer, outcome: Outcome, notify: Callable[[str], ob
     guessed = chance(held_out) | (trainer.zero_shot.chance if trainer.zero_shot is not None else {})
     report = write_report(
         run,
-        title=f"{config.towers.towers} on {source.name.partition(' (')[0]}",
+        title=f"{config.towers.towers} on {source.name.replace(' (test)', '')}",
         config=to_dict(config),
         history=history(run),
         final=outcome.metrics,
         chance=guessed,
         sheet=sheet,
+        sheet_text=VIEWS_TEXT if held_out.views else SHEET_TEXT,
         found=() if pictures else found,
         searched=png(contact_sheet(searched, columns=COLUMNS)) if pictures and searched else b"",
         notes=notes,
@@ -123,7 +124,7 @@ def _notes(trainer: Trainer, held_out: SourceFeatures, gallery: Gallery) -> list
     ]
     names, texts = len(set(held_out.names)), len(set(held_out.texts))
     if held_out.views:
-        notes.append("The right one for a view, a random crop of an image with random colours, is that image.")
+        notes.append("A view is a random crop of an image with random colour changes; its match is that image.")
     elif names != len(held_out.keys) or texts != len(held_out.keys):
         counts = ", ".join(f"{n:,} {side}" for n, side in zip((names, texts), gallery.sides, strict=True))
         notes.append(f"Repeated items count once ({counts}); any matching item counts as a hit.")
@@ -132,18 +133,21 @@ def _notes(trainer: Trainer, held_out: SourceFeatures, gallery: Gallery) -> list
     if trainer.zero_shot is not None:
         notes.append(f"Zero-shot metrics are of {trainer.zero_shot.source.name}.")
     n, loss = config.run.batch, config.loss
+    shared = trainer.negatives if loss.hard_negatives == "all" else 0
     ours = tiled_loss_bytes(
         n,
         held_out.left.shape[1],
         processes=trainer.accelerator.num_processes,
         views=loss.rows_per_pair,
+        negatives=shared,
         cache_bytes=loss.cache_mib << 20,
     )
-    dense = size(dense_loss_bytes(n, views=loss.rows_per_pair))
+    dense = size(dense_loss_bytes(n, views=loss.rows_per_pair, negatives=shared))
+    others = f" and with {shared:,} hard negatives each" if shared else ""
     if loss.backend == "dense":
-        notes.append(f"Every step compared {n:,} pairs with each other; the dense loss took {dense}.")
+        notes.append(f"Every step compared {n:,} pairs with each other{others}; the dense loss took {dense}.")
     else:
-        told = f"Every step compared {n:,} pairs with each other. The loss took {size(ours)} for it"
+        told = f"Every step compared {n:,} pairs with each other{others}. The loss took {size(ours)} for it"
         notes.append(f"{told}; a dense loss would have taken {dense}.")
     return notes
 

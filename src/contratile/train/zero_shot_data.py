@@ -14,14 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from contratile.data.catalog import is_source, open_source
+from contratile.data.catalog import DataConfig, is_source, open_source
 from contratile.data.clip_benchmark import BenchmarkSet, BenchmarkShards, is_set, open_set
 from contratile.data.sample import Indexed, Stream
 from contratile.errors import bad_value
 from contratile.metrics import zero_shot_metrics
 from contratile.models.encoding import encode_left
 from contratile.models.towers import Towers
-from contratile.train.class_names import load_classes, load_templates
+from contratile.train.class_names import load_classes, load_templates, of_wordnet_ids
 from contratile.train.clip_benchmark import encode_classes, encode_part, set_metrics
 from contratile.train.config import TrainConfig
 from contratile.train.evaluate import TEMPLATES, class_features, labelled, tops, zero_shot_chance
@@ -97,8 +97,18 @@ def open_zero_shot(config: TrainConfig) -> ZeroShot | None:
         negatives=(),
         num_negatives=0,
     )
-    source = open_source(data_config, "test")
-    return _OfSource(source, load_classes(asked.classes) if asked.classes else [], templates or TEMPLATES)
+    source = _open(data_config)
+    return _OfSource(source, asked.classes, templates or TEMPLATES)
+
+
+def _open(config: DataConfig) -> Indexed | Stream:
+    """Open the data; columns that were named for the pairs need not be there."""
+    try:
+        return open_source(config, "test")
+    except ValueError:
+        if not (config.left or config.right):
+            raise
+    return open_source(replace(config, left="", right=""), "test")
 
 
 class _OfSet:
@@ -119,8 +129,9 @@ class _OfSet:
 class _OfSource:
     """A data source whose texts are class names. Without a list of names, the distinct texts are the classes."""
 
-    def __init__(self, source: Indexed | Stream, names: Sequence[str], templates: Sequence[str]) -> None:
-        self.source, self._names, self._templates = source, names, templates
+    def __init__(self, source: Indexed | Stream, classes: str, templates: Sequence[str]) -> None:
+        self.source, self._classes, self._templates = source, classes, templates
+        self._names = load_classes(classes) if classes else []
         self.chance: dict[str, float] = {}
 
     def evaluate(self, towers: Towers, *, chunk: int, broken_limit: float) -> dict[str, float]:
@@ -128,8 +139,9 @@ class _OfSource:
         if not found.texts:
             remedy = f"All {found.broken.total():,} of {self.source.name} are broken: {', '.join(found.broken)}."
             bad_value("zero_shot", expected="samples to classify", got="none", remedy=remedy)
-        names = self._names or sorted(set(found.texts))
-        rows, targets = labelled(found.texts, names)
+        texts = of_wordnet_ids(found.texts, self._classes)
+        names = self._names or sorted(set(texts))
+        rows, targets = labelled(texts, names)
         classes = class_features(towers.right, names, self._templates, chunk=chunk)
         image = found.left[rows]
         for kind, features in (("samples", image), ("class names", classes)):
