@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -49,7 +50,7 @@ class Pictures(Pairs):
 
 
 def made(source: Any, items: list[int], epoch: int = 0, prepare: Any = (list, list), **options: Any) -> Chunk:
-    chunk, broken, seen = ChunkMaker(source, prepare, Reading(**options))[Items(items, epoch)]
+    chunk, broken, seen = ChunkMaker(source, prepare, Reading(**options))[Items(items, [epoch] * len(items))]
     assert chunk is not None and not broken and seen == len(items)
     return chunk
 
@@ -63,6 +64,23 @@ def test_one_of_several_texts_is_chosen_for_each_epoch() -> None:
     letters = Counter(text[-1] for epoch in epochs for text in epoch)
     assert letters.keys() == set("abc") and min(letters.values()) > 300
     assert made(Pairs(), items, 4, seed=3).texts == epochs[4], "ids are of the chosen ones"
+
+
+def test_negatives_that_are_not_used_are_not_read() -> None:
+    read = []
+
+    class Lazy(Pictures):
+        def __getitem__(self, index: int) -> Sample:
+            def one(place: int) -> Image.Image:
+                read.append(place)
+                return picture(place)
+
+            return super().__getitem__(index)._replace(negatives=tuple(partial(one, place) for place in range(9)))
+
+    made(Lazy(), [0, 1], prepare=(Squares(8), list))
+    assert not read
+    chunk = made(Lazy(), [0, 1], negatives=2, prepare=(Squares(8), list))
+    assert len(read) == 4 and chunk.negatives is not None and bool(chunk.negatives.there.all())
 
 
 def test_evaluation_takes_the_first_text() -> None:

@@ -1,5 +1,6 @@
 """Folders of images: classes, splits, what is skipped."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -54,9 +55,30 @@ def test_folders_may_have_their_own_splits(tmp_path: Path) -> None:
 
 def test_broken_images_are_broken_samples(tmp_path: Path) -> None:
     found = ImageFolder(write(tmp_path, {"a/1.png": b"rubbish", "_-/2.png": 2}), "train", test_share=None)
-    for index, reason in enumerate(("no letters", "not an image")):
+    for index, reason in enumerate(("empty text", "not an image")):
         with pytest.raises(Broken, match=reason):
             found[index]
+
+
+def test_images_beside_class_folders_are_left_out(tmp_path: Path) -> None:
+    found = ImageFolder(write(tmp_path, {"IMG_1.png": 1, "cat/2.png": 2}), "train", test_share=None)
+    assert [found[i].right for i in range(len(found))] == ["cat"]
+
+
+def test_a_train_folder_alone_is_not_a_class(tmp_path: Path) -> None:
+    found = ImageFolder(write(tmp_path, {"train/cat/1.png": 1, "train/dog/2.png": 2}), "train", test_share=None)
+    assert [found[i].right for i in range(len(found))] == ["cat", "dog"]
+
+
+def test_names_that_are_not_unicode(tmp_path: Path) -> None:
+    folder = os.fsencode(tmp_path) + b"/caf\xe9"
+    os.mkdir(folder)  # noqa: PTH102  # bytes
+    Path(os.fsdecode(folder) + "/1.png").write_bytes(encoded(picture(1)))
+    write(tmp_path, {"cat/2.png": 2})
+    found = ImageFolder(tmp_path, "train", test_share=None)
+    assert list(found.texts()) == ["cat"]
+    with pytest.raises(Broken, match="not UTF-8"):
+        found[0 if found._files[0].startswith("caf") else 1]
 
 
 def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:

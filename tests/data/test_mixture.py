@@ -67,15 +67,17 @@ def test_one_source_has_the_order_it_always_had(samples: int) -> None:
     """Epochs of the source's own length are those of earlier versions, or old runs could not be resumed."""
     source = Numbers(30)
     found = [epoch_order(source, seed=3, epoch=epoch, samples=samples, batch=4) for epoch in range(4)]
+    rounds = torch.cat([turns for _, turns in found])
+    assert rounds.tolist() == [i // 30 for i in range(len(rounds))], "the second time it is another round"
     orders = torch.cat([torch.randperm(30, generator=generator(3, epoch)) for epoch in range(14)])
     n = samples or 30
-    assert [x.tolist() for x in found] == [orders[i * n : (i + 1) * n].tolist() for i in range(4)]
+    assert [x.tolist() for x, _ in found] == [orders[i * n : (i + 1) * n].tolist() for i in range(4)]
 
 
 def test_without_weights_an_epoch_is_a_permutation_of_all() -> None:
     source = pair()
     assert len(source) == 42 and [source[i].left for i in (0, 29, 30, 41)] == ["0", "29", "1000", "1011"]
-    first, second = (epoch_order(source, seed=1, epoch=epoch, samples=0, batch=4) for epoch in (0, 1))
+    first, second = (epoch_order(source, seed=1, epoch=epoch, samples=0, batch=4)[0] for epoch in (0, 1))
     assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(42)) and not torch.equal(first, second)
     halves = [sum(i < 30 for i in half) for half in (first[:21].tolist(), first[21:].tolist())]
     assert all(10 <= half <= 20 for half in halves), "mixed, not one after the other"
@@ -85,7 +87,9 @@ def test_weights_are_shares_and_small_sources_are_repeated_evenly() -> None:
     source = pair(weights=(1, 2))
     seen: Counter[int] = Counter()
     for epoch in range(6):
-        order = epoch_order(source, seed=1, epoch=epoch, samples=0, batch=4).tolist()
+        indices, rounds = epoch_order(source, seed=1, epoch=epoch, samples=0, batch=4)
+        order = indices.tolist()
+        assert len(set(zip(order, rounds.tolist(), strict=True))) == len(order), "never the same twice"
         assert len(order) == 42 and sum(i < 30 for i in order) == 14
         seen.update(order)
     large, small = [seen[i] for i in range(30)], [seen[i] for i in range(30, 42)]
@@ -96,7 +100,7 @@ def test_weights_are_shares_and_small_sources_are_repeated_evenly() -> None:
 @given(st.integers(0, 50), st.integers(1, 8), st.sampled_from([(), (1.0, 3.0)]))
 def test_homogeneous_batches_come_from_one_source(seed: int, batch: int, weights: tuple[float, ...]) -> None:
     source = pair(weights, "homogeneous")
-    order = epoch_order(source, seed=seed, epoch=2, samples=0, batch=batch)
+    order, _ = epoch_order(source, seed=seed, epoch=2, samples=0, batch=batch)
     assert len(order) % batch == 0
     for piece in order.split(batch):
         assert len({int(i) < 30 for i in piece}) == 1
@@ -171,12 +175,52 @@ def test_ranks_choose_the_same_stream_for_a_homogeneous_batch() -> None:
     assert {True} in ranks[0] and {False} in ranks[0]
 
 
+def test_names_of_different_sources_are_different() -> None:
+    """Two folders may hold files of the same name; two equal texts are the same text."""
+
+    class Files(Numbers):
+        name = "files (train)"
+
+        def __getitem__(self, index: int) -> Sample:
+            return super().__getitem__(index)._replace(name=f"{index}.png")
+
+    source = mixed([Files(2), Files(2), Numbers(2)])
+    assert isinstance(source, Indexed)
+    samples = [source[i] for i in range(6)]
+    assert [x.name for x in samples] == ["files#1/0.png", "files#1/1.png", "files#2/0.png", "files#2/1.png", "", ""]
+    assert len({x.key for x in samples}) == 6 and samples[5].key == "numbers/number 1"
+
+
+def test_a_sample_that_is_read_again_has_another_round() -> None:
+    """On which crops, texts and hard negatives depend: a small source with a large weight is not always the same."""
+    streams = mixed([River((50,)), Shifted(4, 5_000_000)], weights=(1, 9))
+    for source in (pair((1, 9), sizes=(50, 4)), streams):
+        loader = Loader(source, PREPARE, batch=20, chunk=20, seed=1)
+        seen: Counter[tuple[Any, int]] = Counter()
+        for task in islice(loader.order.tasks(source, {"epoch": 0, "step": 0}), 30):
+            seen.update(zip(map(str, task.items), task.rounds, strict=True))
+        assert max(seen.values()) == 1 and max(turn for _, turn in seen) > 20
+
+
+def test_homogeneous_streams_need_the_same_batch_to_resume() -> None:
+    source = mixed([River((20,)), Shifted(9, 5_000_000)], weights=(1, 1), batching="homogeneous")
+    loader = Loader(source, PREPARE, batch=8, chunk=4)
+    next(iter(loader))
+    state = loader.state_dict()
+    with pytest.raises(ValueError, match="batch of a resumed run: expected 8, as in the checkpoint, got 6"):
+        Loader(source, PREPARE, batch=6, chunk=4).load_state_dict(state)
+    with pytest.raises(
+        ValueError, match="samples_per_epoch of a resumed run: expected 0, as in the check"
+    ):
+        Loader(source, PREPARE, batch=8, chunk=4, samples_per_epoch=40).load_state_dict(state)
+    del state["samples_per_epoch"]  # as earlier versions wrote it
+    Loader(source, PREPARE, batch=8, chunk=4).load_state_dict(state)
+
+
 def test_evaluation_reads_all_sources_once() -> None:
     streams = mixed([River((4,)), Shifted(3, 1000)])
-    for source, numbers in (
-        (pair((1, 2)), [*range(30), *range(1000, 1012)]),
-        (streams, [0, 1, 2, 3, 1000, 1001, 1002]),
-    ):
+    whole, few = [*range(30), *range(1000, 1012)], [*range(4), *range(1000, 1003)]
+    for source, numbers in ((pair((1, 2)), whole), (pair((), "homogeneous"), whole), (streams, few)):
         found = [x for chunk in Loader.ordered(source, PREPARE, chunk=5) for x in chunk.left.tolist()]
         assert found == numbers
 

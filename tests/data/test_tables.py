@@ -336,7 +336,7 @@ def test_hard_negatives_of_texts(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"query": "q", "answer": "a", "negative_1": "x", "hard_negatives": ["y", "", None, "z"], "far": "w"},
         {"query": "r", "answer": "b", "negative_1": None, "hard_negatives": [], "far": "v"},
-        {"query": "s", "answer": "c", "negative_1": " u ", "far": "t"},
+        {"query": "s", "answer": "c", "negative_1": " u ", "hard_negatives": "  ", "far": "t"},
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert negatives(file) == [("x", "y", "z"), (), ("u",)]
@@ -347,8 +347,24 @@ def test_hard_negatives_of_texts(tmp_path: Path) -> None:
     assert table(file, num_negatives=3).traits.negatives_count == 3
     texts = set(Table(file, "train", test_share=None).texts())
     assert {"q", "a", "x", "y", "z", "u"} <= texts and "w" not in texts
+    with pytest.raises(ValueError, match="negatives: expected columns beside the pair's own, got 'answer'"):
+        table(file, negatives=["answer"])
     with pytest.raises(ValueError, match=r"column negatives of pairs.jsonl: expected one of .* got 'near'"):
         table(file, negatives=["near"])
+
+
+@pytest.mark.parametrize("first", [None, "", " ", []])
+def test_the_first_row_may_have_no_negative(tmp_path: Path, first: Any) -> None:
+    file = tmp_path / "pairs.jsonl"
+    rows = [{"query": "q", "answer": "a", "negative": first}, {"query": "r", "answer": "b", "negative": "x"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert negatives(file) == [(), ("x",)] and table(file).traits.negatives == "text"
+
+
+def test_many_negatives_of_the_first_row_are_not_the_rule(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(json.dumps({"query": "q", "answer": "a", "negatives": list("abcdefghijklmnop")}) + "\n")
+    assert table(file).traits.negatives_count == 8 and table(file, num_negatives=12).traits.negatives_count == 12
 
 
 def test_hard_negatives_that_are_pictures(tmp_path: Path) -> None:
@@ -356,10 +372,11 @@ def test_hard_negatives_that_are_pictures(tmp_path: Path) -> None:
     file = tmp_path / "pairs.csv"
     file.write_text("image,caption,negative\n0.png,zero,1.png\n1.png,one,\n1.png,one,gone.png\n")
     found = Table(file, "train", test_share=None)
-    assert found.traits.negatives == "image" and shade(found[0].negatives[0]) == shade(found[1].left)
+    assert found.traits.negatives == "image" and shade(found[0].negatives[0]()) == shade(found[1].left)  # type: ignore[operator]
     assert found[1].negatives == ()
     with pytest.raises(Broken, match="no such file"):
-        found[2]
+        found[2].negatives[0]()  # type: ignore[operator]
+    assert found[2].right == "one", "it is read only if it is used"
     file.write_text("query,answer,negative\nq,a,1.png\n")
     with pytest.raises(ValueError, match=r"hard negatives of pairs.csv: expected texts, as the pairs are, got pict"):
         table(file)

@@ -215,11 +215,12 @@ def _data(config: Any, options: Any) -> tuple[Any, Any]:
     """The data options, and the split: test, train or all."""
     from contratile.train.paths import missing_data
 
+    config = replace(config, negatives=(), num_negatives=0)  # they are for training
     if options.broken_limit is not None:
         config = replace(config, broken_limit=options.broken_limit)
     if options.data is not None:
         given = {name: getattr(options, name) for name in ("data", "left", "right", "root")}
-        alone = {"test_data": "", "data_weights": (), "batching": "mixed", "samples_per_epoch": 0}
+        alone = {"test_data": "", "data_weights": (), "batching": "mixed", "samples_per_epoch": 0, "negatives": ()}
         return replace(config, **alone, **given), options.split or "all"
     split = options.split or "test"
     names = config.test_names if split == "test" and config.test_names else config.names

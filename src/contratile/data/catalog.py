@@ -9,7 +9,7 @@ import difflib
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,6 +97,7 @@ class DataConfig:
             remedy = "Drop it: tables are local files, and shards are always streamed."
             bad_value("streaming", expected="a Hugging Face dataset (hf:...)", got=repr(self.data), remedy=remedy)
         self._check_mixture()
+        self._check_columns()
         check_count("limit", self.limit, least=0)
         check_count("samples_per_epoch", self.samples_per_epoch, least=0)
         if self.num_negatives is not None:
@@ -136,6 +137,15 @@ class DataConfig:
         if count > 1 and self.limit:
             bad_value("limit", expected="one source", got=f"{count} sources", remedy="Use --samples-per-epoch.")
 
+    def _check_columns(self) -> None:
+        """Options of columns need data that has some."""
+        for option, forms in {"left": COLUMNS, "right": COLUMNS, "root": TABLES, "negatives": TABLES}.items():
+            given = getattr(self, option)
+            if given and not any(_entry(name).open in forms for name in (*self.names, *self.test_names)):
+                remedy = "Drop it: this data has no columns to choose."
+                expected = "a table" if forms is TABLES else "a table or shards"
+                bad_value(option, expected=f"{expected} with it", got=self.data, remedy=remedy)
+
 
 def _names(given: str | tuple[str, ...]) -> tuple[str, ...]:
     return tuple(filter(None, (given,) if isinstance(given, str) else given))
@@ -158,6 +168,8 @@ def open_source(config: DataConfig, split: Split) -> Indexed | Stream:
     """
     check_choice("split", split, ("train", "test"))
     names = config.test_names if split == "test" and config.test_names else config.names
+    if split == "test":  # hard negatives are for training
+        config = replace(config, negatives=(), num_negatives=0)
     sources = [_open(config, name, split) for name in names]
     training = {"weights": config.data_weights, "batching": config.batching} if split == "train" else {}
     source = mixed(sources, **training)  # type: ignore[arg-type]  # one dict for two types
@@ -272,6 +284,10 @@ SOURCES = (
         _folder,
     ),
 )
+
+
+COLUMNS, TABLES = (_table, _hub, _shards), (_table, _hub)
+"""What has columns or fields to choose, and what has columns of images and hard negatives."""
 
 
 def is_source(name: str) -> bool:

@@ -1,7 +1,7 @@
 """Turns samples into chunks of prepared inputs: the part of the loader that runs in workers.
 
 maker = ChunkMaker(source, (image_prepare, text_prepare), Reading(seed=0))
-chunk, broken, seen = maker[Items([4, 7, 1], epoch=0)]        # samples 4, 7 and 1 of an indexed source
+chunk, broken, seen = maker[Items([4, 7, 1], rounds=[0, 0, 0])]        # samples 4, 7 and 1 of an indexed source
 """
 
 from collections.abc import Callable, Sequence
@@ -85,7 +85,8 @@ class Items(NamedTuple):
     items: Sequence[Any]
     """Indices into an indexed source, or records of a stream."""
 
-    epoch: int
+    rounds: Sequence[int]
+    """How often each was read before."""
 
 
 class ChunkMaker(Dataset[Any]):
@@ -106,14 +107,14 @@ class ChunkMaker(Dataset[Any]):
         Returns:
             The chunk, or None if all items are broken; the broken items; the number of items.
         """
-        items, epoch = asked
+        items, rounds = asked
         samples: list[Sample] = []
         views: list[tuple[Any, ...]] = []
         places: list[int] = []
         broken: list[Broken] = []
-        for item in items:
+        for item, turn in zip(items, rounds, strict=True):
             try:
-                sample, seen = self._sample(item, epoch)
+                sample, seen = self._sample(item, turn)
                 samples.append(sample)
                 views.append(seen)
                 places.append(-1 if self.stream else item)
@@ -125,7 +126,7 @@ class ChunkMaker(Dataset[Any]):
         left = self.prepare[0]([seen[0] for seen in views])
         right = self.prepare[1](texts if self.reading.views == 1 else [seen[1] for seen in views])
         keys, names = [sample.key for sample in samples], [left_name(sample) for sample in samples]
-        chunk = Chunk(left, right, torch.tensor(places), keys, texts, names, self._negatives(samples, epoch))
+        chunk = Chunk(left, right, torch.tensor(places), keys, texts, names, self._negatives(samples))
         return chunk, broken, len(items)
 
     def _sample(self, item: Any, epoch: int) -> tuple[Sample, tuple[Any, ...]]:
@@ -149,16 +150,27 @@ class ChunkMaker(Dataset[Any]):
             choices = sample.right, *sample.more
             chosen = random_numbers(reading.seed, epoch, sample.key, "text").choice(choices)
             sample = sample._replace(right=chosen)
+        sample = sample._replace(negatives=self._chosen(sample, epoch, frames))
         if frames is None or isinstance(sample.left, str):
             return sample, (sample.left,) * reading.views
         views = frames.views_of(sample.left, sample.key)
-        negatives = tuple(
-            x if isinstance(x, str) else frames.views_of(x, f"{sample.key}/{place}")[0]
-            for place, x in enumerate(sample.negatives)
-        )
-        return sample._replace(left=views[0], negatives=negatives), views
+        return sample._replace(left=views[0]), views
 
-    def _negatives(self, samples: list[Sample], epoch: int) -> Negatives | None:
+    def _chosen(self, sample: Sample, epoch: int, frames: Frames | None) -> tuple[Any, ...]:
+        """The hard negatives of a sample that are used; pictures are read now."""
+        count, found = self.reading.negatives, sample.negatives
+        if len(found) > count:
+            found = tuple(random_numbers(self.reading.seed, epoch, sample.key, "negatives").sample(found, count))
+        read = []
+        with framed(frames):
+            for place, x in enumerate(found):
+                made = x() if callable(x) else x
+                if frames is not None and not isinstance(made, str):
+                    made = frames.views_of(made, f"{sample.key}/{place}")[0]
+                read.append(made)
+        return tuple(read)
+
+    def _negatives(self, samples: list[Sample]) -> Negatives | None:
         count = self.reading.negatives
         if self.negatives_prepare is None:
             return None
@@ -166,8 +178,6 @@ class ChunkMaker(Dataset[Any]):
         found: list[Any] = []
         for row, sample in enumerate(samples):
             mine = sample.negatives
-            if len(mine) > count:
-                mine = tuple(random_numbers(self.reading.seed, epoch, sample.key, "negatives").sample(mine, count))
             there[row, : len(mine)] = True
             filler = sample.right if self.negatives_prepare is self.prepare[1] else sample.left
             found += [*mine, *[filler] * (count - len(mine))]

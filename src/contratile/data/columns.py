@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -28,6 +29,9 @@ RIGHTS = (
 
 NEGATIVE = re.compile(r"(hard_?)?neg(ative)?s?[_-]?\d*", re.IGNORECASE)
 """Names of columns that are recognised as hard negatives: negative, negative_1, hard_negatives, neg ..."""
+
+MOST_NEGATIVES = 8
+"""Hard negatives of a pair that are used at most, unless more are asked for."""
 
 LeftKind: TypeAlias = Literal["auto", "image", "text"]
 
@@ -80,9 +84,9 @@ class Columns:
         """The hard negatives of a row; empty places are left out."""
         values = (row.get(name) for name in self.negatives)
         flat = chain.from_iterable(x if isinstance(x, list | tuple) else (x,) for x in values)
-        for place, value in enumerate(x for x in flat if x is not None and x != ""):
+        for place, value in enumerate(x for x in flat if not _empty(x)):
             picture = self.traits.negatives == "image"
-            yield self._picture(value, f"{key}/{place}") if picture else usable_text(value, key)
+            yield partial(self._picture, value, f"{key}/{place}") if picture else usable_text(value, key)
 
     def texts(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
         """Yield the usable texts of rows."""
@@ -162,7 +166,8 @@ def choose_columns(
         bad_value(f"columns of {what}", expected="names such as image and caption", got=", ".join(names), remedy=remedy)
     kind: Kind = _kind(first_row.get(left)) if left_kind == "auto" else left_kind
     hard = _negatives(first_row, [left, right], negatives, num_negatives)
-    kinds = {_kind(_first(first_row[name])) for name in hard}
+    values = [first_row[name] for name in hard if not _empty(_first(first_row[name]))]
+    kinds = {_kind(_first(value)) for value in values} or ({"text"} if hard else set())
     if len(kinds) > 1:
         remedy = "Name the columns of one kind: --negatives COLUMN ..."
         bad_value(f"hard negatives of {what}", expected="texts or pictures", got="both", remedy=remedy)
@@ -170,6 +175,8 @@ def choose_columns(
         remedy = "Towers that encode them are those of the pairs: drop them with --num-negatives 0."
         bad_value(f"hard negatives of {what}", expected="texts, as the pairs are", got="pictures", remedy=remedy)
     count = sum(_length(first_row[name]) for name in hard) if num_negatives is None else num_negatives
+    if num_negatives is None:
+        count = min(count, MOST_NEGATIVES)
     traits = Traits(
         several_texts=isinstance(first_row.get(right), list | tuple),
         negatives=next(iter(kinds), None),
@@ -194,10 +201,18 @@ def _negatives(
     """The columns of hard negatives: those asked for, else those with a familiar name that hold something."""
     if number == 0:
         return ()
+    for name in asked:
+        if name in taken:
+            bad_value("negatives", expected="columns beside the pair's own", got=repr(name), remedy="Name another one.")
     if asked:
         return tuple(asked)
     familiar = [name for name in first_row if name not in taken and NEGATIVE.fullmatch(name)]
-    return tuple(name for name in familiar if _seems(first_row[name]))
+    return tuple(name for name in familiar if _empty(_first(first_row[name])) or _seems(first_row[name]))
+
+
+def _empty(value: Any) -> bool:
+    """Whether a place has no negative."""
+    return value is None or (isinstance(value, str) and not value.strip()) or value in ([], ())
 
 
 def _first(value: Any) -> Any:

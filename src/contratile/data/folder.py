@@ -2,17 +2,18 @@
 
     ImageFolder(Path("photos"), "train")[0]       # photos/red_fox/3.jpg: an image and "red fox"
 
-Images in subfolders have the name of the first subfolder as text, in words. Images that lie directly in the folder have
-no class; their text is their file name, which is good for reports but not for training. A folder that holds `train` and
-`val` (or `test`, `validation`) folders has its own splits.
+Images in subfolders have the name of the first subfolder as text, in words; images beside them are left out. If there
+are no subfolders, images have no class: their text is their file name, good for reports but not for training. A folder
+that holds `train` and `val` (or `test`, `validation`) folders has its own splits.
 """
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from contratile.data.images import SUFFIXES, decode
-from contratile.data.sample import Broken, Kinds, Sample, Split, Traits, in_split
+from contratile.data.sample import Broken, Kinds, Sample, Split, Traits, in_split, usable_text
 from contratile.errors import bad_value
 
 TESTS = ("test", "val", "validation", "valid")
@@ -39,12 +40,15 @@ class ImageFolder:
         own = next((name for name in TESTS if (folder / name).is_dir()), None)
         if (folder / "train").is_dir() and own is not None:
             folder, test_share = folder / ("train" if split == "train" else own), None
-        self.folder = folder
         files = sorted(_images(folder))
+        if files and all(file.startswith("train/") for file in files):
+            folder, files = folder / "train", [file.removeprefix("train/") for file in files]
+        self.folder = folder
         if not files:
             remedy = f"It looks for {' '.join(SUFFIXES)} in it and its subfolders."
             bad_value("data", expected="a folder with images", got=f"none in {folder}", remedy=remedy)
         classes = any("/" in file for file in files)
+        files = [file for file in files if "/" in file or not classes]
         self._files = [file for file in files if in_split(file, split, test_share)]
         self.traits = Traits(labelled=classes)
 
@@ -53,13 +57,14 @@ class ImageFolder:
 
     def __getitem__(self, index: int) -> Sample:
         file = self._files[index]
-        text = class_name(file)
-        if not text:
-            raise Broken(file, "no letters in the name of the class or file")
-        return Sample(decode(self.folder / file, file), text, file, name=file)
+        key = file.encode("utf-8", "backslashreplace").decode()
+        text = usable_text(class_name(file), key)
+        return Sample(decode(self.folder / file, key), text, key, name=key)
 
     def texts(self) -> Iterator[str]:
-        return filter(None, map(class_name, self._files))
+        for file in self._files:
+            with suppress(Broken):
+                yield usable_text(class_name(file), file)
 
 
 def class_name(file: str) -> str:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from contratile.data.augment import AugmentConfig
 from contratile.data.chunk_maker import Chunk as Chunk
 from contratile.data.chunk_maker import ChunkMaker, Items, Prepare, Reading
-from contratile.data.mixture import Mixture, drawn
+from contratile.data.mixture import MixedStream, Mixture, drawn
 from contratile.data.order import BatchOrder, ChunkTask, first_items
 from contratile.data.read_ahead import read_ahead
 from contratile.data.sample import Broken, Indexed, Stream
@@ -118,6 +118,9 @@ class Loader:
         if augment is not None and augment.views == 2 and source.kinds[0] != "image":
             remedy = "Views are random crops and colours of pictures."
             bad_value("views", expected="images", got=f"{source.kinds[0]}s of {source.name}", remedy=remedy)
+        if augment is not None and augment.on and training and not getattr(prepare[0], "edge", 0):
+            remedy = "Use Squares(edge) of contratile.data.images, or an object with an attribute `edge`."
+            bad_value("prepare", expected="one with a size in pixels, to augment images", got="none", remedy=remedy)
         for name, value in {"batch": batch, "chunk": chunk, "world": world}.items():
             check_count(name, value, least=1)
         check_count("workers", workers, least=0)
@@ -209,7 +212,7 @@ class Loader:
                 bad_value("state", expected=f"the states of {self.order.world} ranks", got=len(state), remedy=remedy)
             state = state[self.order.rank if isinstance(self.source, Stream) else 0]
         for name, mine in self._identity().items():
-            if state.get(name) != mine:
+            if state.get(name, 0 if name == "samples_per_epoch" else None) != mine:  # new; earlier states lack it
                 remedy = "Resume with the data and options that the run was started with, or start a new run."
                 expected = f"{state.get(name)!r}, as in the checkpoint"
                 bad_value(f"{name} of a resumed run", expected=expected, got=repr(mine), remedy=remedy)
@@ -220,10 +223,11 @@ class Loader:
         """What must be equal for a position to mean the same."""
         order = self.order
         same: dict[str, Any] = {"source": self.source.name, "seed": order.seed, "shuffle": order.shuffle}
-        if order.samples:
-            same["samples_per_epoch"] = order.samples
+        same["samples_per_epoch"] = order.samples
         if isinstance(self.source, Stream):
-            return {**same, "rank": order.rank, "world": order.world}
+            ranks = {"rank": order.rank, "world": order.world}
+            whole = isinstance(self.source, MixedStream) and self.source.batching == "homogeneous"
+            return {**same, **ranks, **({"batch": order.batch} if whole else {})}
         return {**same, "length": len(self.source), "batch": order.batch, "drop_last": order.drop_last}
 
     # --- reading ------------------------------------------------------------------------------------------------------
@@ -258,7 +262,7 @@ class Loader:
         def items() -> Iterator[Items]:
             for task in tasks:
                 waiting.append(task)
-                yield Items(task.items, task.epoch)
+                yield Items(task.items, task.rounds)
                 if abandoned:
                     return
 

@@ -60,7 +60,9 @@ class _Several:
     def __init__(self, sources: Sequence[Indexed | Stream], weights: Sequence[float], batching: Batching) -> None:
         self.kinds: Kinds = sources[0].kinds
         self.weights, self.batching = tuple(map(float, weights)), batching
-        shares = f" by {':'.join(f'{x:g}' for x in self.weights)}" if weights else ""
+        shares = f" by {':'.join(f'{x!r}'.removesuffix('.0') for x in self.weights)}" if weights else ""
+        labels = [source.name.partition(" (")[0] for source in sources]
+        self._labels = [f"{x}#{i + 1}" if labels.count(x) > 1 else x for i, x in enumerate(labels)]
         self.name = f"{' + '.join(source.name for source in sources)}{shares}{', homogeneous' * (batching != 'mixed')}"
         traits = [traits_of(source) for source in sources]
         kinds = {each.negatives for each in traits} - {None}
@@ -73,6 +75,12 @@ class _Several:
             negatives_count=max(each.negatives_count for each in traits),
             labelled=all(each.labelled for each in traits),
         )
+
+    def _of(self, place: int, sample: Sample) -> Sample:
+        """A sample of one of the sources. Names of files may occur in several of them, and get that of the source."""
+        label = self._labels[place]
+        name = sample.name or ("" if isinstance(sample.left, str) else sample.key)
+        return sample._replace(key=f"{label}/{sample.key}", name=name and f"{label}/{name}")
 
 
 class Mixture(_Several):
@@ -97,7 +105,7 @@ class Mixture(_Several):
 
     def __getitem__(self, index: int) -> Sample:
         place = next(i for i, end in enumerate(self._ends) if index < end)
-        return self.sources[place][index - self._ends[place] + self.lengths[place]]
+        return self._of(place, self.sources[place][index - self._ends[place] + self.lengths[place]])
 
     def texts(self) -> Iterator[str]:
         return chain.from_iterable(source.texts() for source in self.sources)
@@ -115,8 +123,8 @@ def drawn(lengths: Sequence[int], weights: Sequence[float], samples: int) -> lis
     return counts
 
 
-def epoch_order(source: Indexed, *, seed: int, epoch: int, samples: int, batch: int) -> Tensor:
-    """The indices of an epoch in their order; global batches are slices of it.
+def epoch_order(source: Indexed, *, seed: int, epoch: int, samples: int, batch: int) -> tuple[Tensor, Tensor]:
+    """The indices of an epoch in their order, and how often each was drawn before; global batches are slices of it.
 
     Args:
         source: An indexed source or a `Mixture`.
@@ -129,30 +137,33 @@ def epoch_order(source: Indexed, *, seed: int, epoch: int, samples: int, batch: 
         return _next_of(len(source), samples or len(source), (seed,), epoch)
     counts = drawn(source.lengths, source.weights, samples)
     starts = [0, *accumulate(source.lengths)]
-    parts = [
-        _next_of(length, count, (seed, place), epoch) + starts[place]
-        for place, (length, count) in enumerate(zip(source.lengths, counts, strict=True))
-    ]
+    parts = []
+    for place, (length, count) in enumerate(zip(source.lengths, counts, strict=True)):
+        order, rounds = _next_of(length, count, (seed, place), epoch)
+        parts.append(torch.stack([order + starts[place], rounds], dim=1))
     if source.batching == "mixed":
         whole = torch.cat(parts)
-        return whole[torch.randperm(len(whole), generator=generator(seed, epoch, -1))]
-    batches = [piece for part in parts for piece in torch.split(part, batch) if len(piece) == batch]
-    order = torch.randperm(len(batches), generator=generator(seed, epoch, -1)).tolist()
-    return torch.cat([batches[i] for i in order])
+        shuffled = whole[torch.randperm(len(whole), generator=generator(seed, epoch, -1))]
+    else:
+        batches = [piece for part in parts for piece in torch.split(part, batch) if len(piece) == batch]
+        turns = torch.randperm(len(batches), generator=generator(seed, epoch, -1)).tolist()
+        shuffled = torch.cat([batches[i] for i in turns])
+    return shuffled[:, 0], shuffled[:, 1]
 
 
-def _next_of(length: int, count: int, seeds: tuple[int, ...], epoch: int) -> Tensor:
-    """The samples of an epoch out of endless random orders of a source, `count` in each epoch."""
+def _next_of(length: int, count: int, seeds: tuple[int, ...], epoch: int) -> tuple[Tensor, Tensor]:
+    """The samples of an epoch out of an endless sequence of random orders, `count` in each epoch; and which order."""
     first, last = epoch * count, (epoch + 1) * count
     rounds = range(first // length, ceil(last / length))
     orders = [torch.randperm(length, generator=generator(*seeds, number)) for number in rounds]
     start = first - rounds.start * length
-    return torch.cat(orders)[start : start + count] if orders else torch.empty(0, dtype=torch.long)
+    order = torch.cat([torch.empty(0, dtype=torch.long), *orders])[start : start + count]
+    return order, torch.arange(first, last) // length
 
 
 def steps_per_epoch(source: Indexed, *, samples: int, batch: int, drop_last: bool) -> int:
     """Global batches in an epoch."""
-    if isinstance(source, Mixture) and source.batching == "homogeneous":
+    if isinstance(source, Mixture) and source.batching == "homogeneous" and drop_last:
         return sum(count // batch for count in drawn(source.lengths, source.weights, samples))
     total = samples or len(source)
     return total // batch if drop_last else -(-total // batch)
@@ -173,8 +184,9 @@ class IndexedStream:
     ) -> Iterator[tuple[Any, Cursor]]:
         n = len(self.source)
         order = range(n) if seed is None else torch.randperm(n, generator=generator(seed, epoch)).tolist()
-        for place in range(start or 0, len(order[part::parts])):
-            yield order[part::parts][place], place + 1
+        mine = order[part::parts]
+        for place in range(start or 0, len(mine)):
+            yield mine[place], place + 1
 
     def sample(self, record: Any) -> Sample:
         return self.source[record]
@@ -259,8 +271,7 @@ class MixedStream(_Several):
         place, inner = record
         if isinstance(inner, Broken):
             raise Broken(*inner.args)
-        found: Sample = self.sources[place].sample(inner)
-        return found
+        return self._of(place, self.sources[place].sample(inner))
 
     def texts(self) -> Iterator[str]:
         return chain.from_iterable(source.texts() for source in self.sources)

@@ -36,10 +36,14 @@ class ChunkTask(NamedTuple):
     after: dict[str, Any]
     """The loader's position after it."""
 
+    rounds: list[int]
+    """How often each item was read before: its own epoch, which random changes depend on."""
+
 
 class _StreamItem(NamedTuple):
     record: Any
     epoch: int
+    round: int
     cursor: Cursor
     """The position behind the record."""
 
@@ -75,18 +79,18 @@ class BatchOrder:
         first, steps = int(position["step"]), self.steps_per_epoch(source)
         assert steps is not None
         for epoch in self._epochs(position):
-            order = (
-                epoch_order(source, seed=self.seed, epoch=epoch, samples=self.samples, batch=self.batch)
-                if self.shuffle
-                else torch.arange(len(source))
-            )
+            order, rounds = torch.arange(len(source)), torch.full((len(source),), epoch)
+            if self.shuffle:
+                options = {"seed": self.seed, "epoch": epoch, "samples": self.samples, "batch": self.batch}
+                order, rounds = epoch_order(source, **options)
             for step in range(first, steps):
-                rows = order[step * self.batch : (step + 1) * self.batch][self.rank :: self.world].tolist()
+                mine = slice(step * self.batch, (step + 1) * self.batch)
+                rows, turns = (x[mine][self.rank :: self.world].tolist() for x in (order, rounds))
                 after = {"epoch": epoch, "step": step + 1} if step + 1 < steps else {"epoch": epoch + 1, "step": 0}
                 sizes = _chunk_sizes(len(rows), self.chunk)
                 for i, size in enumerate(sizes):
-                    items = rows[i * self.chunk : i * self.chunk + size]
-                    yield ChunkTask(items, epoch, step, i + 1 == len(sizes), after)
+                    part = slice(i * self.chunk, i * self.chunk + size)
+                    yield ChunkTask(rows[part], epoch, step, i + 1 == len(sizes), after, turns[part])
             first = 0
 
     def _of_stream(self, source: Stream, position: Mapping[str, Any]) -> Iterator[ChunkTask]:
@@ -102,7 +106,8 @@ class BatchOrder:
                     end = taken[-1]
                     now = {"epoch": end.epoch, "step": step + 1 if end.epoch == epoch else 0, "cursor": end.cursor}
                 last = i == len(sizes) or len(taken) < size
-                yield ChunkTask([item.record for item in taken], epoch, step, last, now)
+                records, rounds = [item.record for item in taken], [item.round for item in taken]
+                yield ChunkTask(records, epoch, step, last, now, rounds)
                 if last:
                     break
 
@@ -111,12 +116,12 @@ class BatchOrder:
         if isinstance(source, MixedStream) and seed is not None:
             share = len(range(self.rank, self.batch, self.world))
             for record, cursor in source.endless(seed=seed, part=self.rank, parts=self.world, share=share, start=start):
-                yield _StreamItem(record, min(cursor[1]), cursor)
+                yield _StreamItem(record, min(cursor[1]), cursor[1][record[0]], cursor)
         for epoch in self._epochs(position):
             found = start is not None
             records = source.records(seed=seed, epoch=epoch, part=self.rank, parts=self.world, start=start)
             for record, cursor in records:
-                yield _StreamItem(record, epoch, cursor)
+                yield _StreamItem(record, epoch, epoch, cursor)
                 found = True
             if not found:
                 remedy = "Check the name of the data, and that there are at least as many samples as ranks."
@@ -131,7 +136,7 @@ class BatchOrder:
 def first_items(tasks: Iterator[ChunkTask], limit: int) -> Iterator[ChunkTask]:
     """The tasks of the first `limit` items."""
     for task in tasks:
-        yield task._replace(items=task.items[:limit])
+        yield task._replace(items=task.items[:limit], rounds=task.rounds[:limit])
         limit -= len(task.items)
         if limit <= 0:
             return

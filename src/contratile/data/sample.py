@@ -5,7 +5,7 @@ Use `generator` for randomness and `held_out` for splits: both give the same res
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
@@ -40,8 +40,9 @@ class Sample(NamedTuple):
     more: tuple[str, ...] = ()
     """Further texts that fit the left side. In training, one of `right` and these is chosen for each epoch."""
 
-    negatives: "tuple[Image | str, ...]" = ()
-    """Hard negatives: texts that do not fit the left side, or pictures that do not fit the right side."""
+    negatives: "tuple[Image | str | Callable[[], Image], ...]" = ()
+    """Hard negatives: texts that do not fit the left side, or pictures that do not fit the right side. A picture may be
+    a function that reads it: only those that are used are read."""
 
 
 class Traits(NamedTuple):

@@ -13,8 +13,9 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cached_property
 from glob import glob
-from itertools import count, islice
+from itertools import chain, count, islice
 from os import SEEK_END
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from contratile.data.sample import (
     Kinds,
     Sample,
     Split,
+    Traits,
     generator,
     in_split,
     need,
@@ -91,6 +93,16 @@ class Shards:
         self.kinds: Kinds = ("image" if picture else "text", "text")
         lefts = dict.fromkeys(map(str.lower, self._lefts), MAX_PICTURE if picture else MAX_CAPTION)
         self._limits = {**lefts, "json": MAX_JSON, self._ending: MAX_CAPTION}
+
+    @cached_property
+    def traits(self) -> Traits:
+        """Whether captions come in lists, as the first sample of a local shard shows."""
+        local = (url for url in self.urls if not scheme(url))
+        for record in chain.from_iterable(self._shard(url) for url in islice(local, 1)):
+            with suppress(Broken):
+                if isinstance(record, ShardRecord):
+                    return Traits(several_texts=len(self._captions(record)) > 1)
+        return Traits()
 
     def records(
         self, *, seed: int | None, epoch: int, part: int, parts: int, start: Cursor = None

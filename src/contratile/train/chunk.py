@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from contratile.data.loader import Loader
+from contratile.data.rows import Subset, chosen
 from contratile.data.sample import Indexed, Stream
 from contratile.errors import bad_value
 from contratile.grad_cache.auto import START, Trial, largest_chunk
@@ -147,8 +148,11 @@ def _samples(config: TrainConfig, towers: Towers, source: Indexed | Stream) -> t
     """Inputs of both towers for some random samples."""
     rows = min(SAMPLES, config.run.batch, LARGEST)
     prepare = towers.left.prepare, towers.right.prepare
+    if isinstance(source, Indexed):
+        source = Subset(source, chosen(len(source), rows))
     # Broken samples are counted when the run reads them.
-    options: dict[str, Any] = {"epochs": 1, "broken_limit": math.inf, "augment": config.augment}
+    options: dict[str, Any] = {"drop_last": False, "epochs": 1, "broken_limit": math.inf}
+    options["augment"] = config.augment
     loader = Loader(source, prepare, batch=rows, chunk=rows, seed=config.run.seed, **options)
     with closing(iter(loader)) as batches:
         for batch in batches:

@@ -241,6 +241,9 @@ class TrainConfig:
                     got=len(run.queries),
                     remedy=remedy,
                 )
+        if loss.ids != "auto" and loss.loss in ("siglip", "ntxent"):
+            remedy = "Drop it: this loss has no ids."
+            bad_value("ids", expected=f"auto with --loss {loss.loss}", got=loss.ids, remedy=remedy)
         if self.data.negatives and loss.loss not in ("clip", "infonce"):
             remedy = "Drop it, or use --loss clip or infonce."
             bad_value("negatives", expected=f"none with --loss {loss.loss}", got=self.data.negatives, remedy=remedy)

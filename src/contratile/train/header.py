@@ -63,7 +63,7 @@ def _columns(trainer: Trainer) -> list[tuple[str, str]]:
     """The columns that form the pairs of each source, and the unused ones: the user may have meant one of them."""
     told: list[tuple[str, str]] = []
     for source in getattr(trainer.source, "sources", [trainer.source]):
-        told += _columns_of(source)
+        told += _columns_of(source, negatives=trainer.negatives > 0)
     if trainer.negatives:
         whose = "all pairs" if trainer.config.loss.hard_negatives == "all" else "their own pair"
         told.append(("hard negatives", f"up to {trainer.negatives} of each pair, compared with {whose}"))
@@ -73,16 +73,19 @@ def _columns(trainer: Trainer) -> list[tuple[str, str]]:
     return told
 
 
-def _columns_of(source: Source) -> list[tuple[str, str]]:
+def _columns_of(source: Source, *, negatives: bool) -> list[tuple[str, str]]:
     columns = columns_of(source)
     if columns is None:
         return []
     told = [("columns", f"{columns.left} ({columns.kinds[0]}) and {columns.right} ({columns.kinds[1]})")]
-    if columns.negatives:
+    unused = columns.unused
+    if columns.negatives and negatives:
         told.append(("negatives", f"{', '.join(columns.negatives)} ({columns.traits.negatives})"))
-    if columns.unused:
-        listed = ", ".join(f"{name} ({kind})" if kind else name for name, kind in columns.unused)
-        hint = "; --left, --right and --negatives choose others" if any(kind for _, kind in columns.unused) else ""
+    elif columns.negatives:
+        unused = (*((name, columns.traits.negatives) for name in columns.negatives), *unused)
+    if unused:
+        listed = ", ".join(f"{name} ({kind})" if kind else name for name, kind in unused)
+        hint = "; --left, --right and --negatives choose others" if any(kind for _, kind in unused) else ""
         told.append(("not used", f"{listed}{hint}"))
     return told
 

@@ -51,6 +51,7 @@ from contratile.train.results import is_finished
 from contratile.train.resume import check_options, claim_and_find_checkpoint, run_of
 from contratile.train.schedule import in_steps, learning_rate
 from contratile.train.setup import (
+    check_augmentation,
     check_kept_outputs,
     check_kinds,
     check_sharding,
@@ -212,9 +213,10 @@ class Trainer:
         self.zero_shot = open_zero_shot(self.config)
         self.sides = side_names(self.held_out, views=self.config.augment.views == 2)
         check_texts(self.source, self.config)
+        check_augmentation(self.source, self.config)
         check_kept_outputs(self.config, self.source)
         self.negatives = negatives_of(self.config, self.source)
-        if self.config.loss.ids == "auto":
+        if self.config.loss.ids == "auto" and self.config.loss.loss not in ("siglip", "ntxent"):
             ids: Literal["left", "right"] = "left" if traits_of(self.source).several_texts else "right"
             self.config = replace(self.config, loss=replace(self.config.loss, ids=ids))
         self.config = fit_batch(self.config, self.source, self.accelerator.num_processes)
@@ -465,7 +467,6 @@ class Trainer:
     def _inputs(self, batch: Batch) -> Iterator[tuple[Any, ...]]:
         """The encoder inputs and facts of each chunk. A locked side has the kept outputs of its backbone."""
         device, ids = self.accelerator.device, self.config.loss.ids
-        assert ids != "auto", "resolved when the data was opened"
         for chunk in batch.chunks:
             left, right = (
                 rows_of(self.kept[side], chunk.index, side, self.config.run.out)

@@ -81,13 +81,13 @@ def _negatives(config: LossConfig, negatives: Tensor, facts: Tensor) -> dict[str
     return {"extra_keys": keys, "extra_ids": ids.flatten()[places].to(negatives.device)}
 
 
-def pair_facts(chunk: Chunk, ids: Literal["left", "right"]) -> Tensor:
+def pair_facts(chunk: Chunk, ids: Literal["auto", "left", "right"]) -> Tensor:
     """What a loss has to know about the pairs of a chunk beside their features, as one tensor [n, 1 + 2 * count].
 
     Each row holds the id of the pair; for each place of its hard negatives, whether it is taken; and the ids of these
     negatives.
     """
-    own = text_ids(chunk.texts if ids == "right" else chunk.names).unsqueeze(1)
+    own = text_ids(chunk.names if ids == "left" else chunk.texts).unsqueeze(1)
     if chunk.negatives is None:
         return own
     there = chunk.negatives.there

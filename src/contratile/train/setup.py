@@ -61,6 +61,13 @@ def check_texts(source: Source, config: TrainConfig) -> None:
         bad_value("data", expected="texts or classes", got=f"{source.name}, images without", remedy=remedy)
 
 
+def check_augmentation(source: Source, config: TrainConfig) -> None:
+    """Refuse to augment texts."""
+    if config.augment.on and source.kinds[0] != "image":
+        remedy = "Drop --augment: it changes pictures."
+        bad_value("augment", expected="data with images", got=" and ".join(source.kinds), remedy=remedy)
+
+
 def check_kept_outputs(config: TrainConfig, source: Source) -> None:
     """Refuse augmentation of images whose features are computed only once."""
     lock = config.towers.lock in ("image", "left", "both")
@@ -74,8 +81,12 @@ def check_kept_outputs(config: TrainConfig, source: Source) -> None:
 
 def negatives_of(config: TrainConfig, source: Source) -> int:
     """How many hard negatives of each sample are used: none with a loss that has no place for them."""
-    traits = traits_of(source)
-    if traits.negatives is None or config.loss.loss not in ("clip", "infonce"):
+    traits, loss = traits_of(source), config.loss
+    if traits.negatives is None or loss.loss not in ("clip", "infonce"):
+        for option, given in (("num_negatives", config.data.num_negatives), ("hard_negatives", loss.hard_negatives)):
+            if given not in (None, 0, "all"):
+                expected = "data with hard negatives, and --loss clip or infonce"
+                bad_value(option, expected=expected, got=f"{given} for {source.name}", remedy="Drop it.")
         return 0
     if config.loss.loss == "infonce" and traits.negatives != source.kinds[1]:
         remedy = "Use --loss clip, which compares texts with images too, or --num-negatives 0."

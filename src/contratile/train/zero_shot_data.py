@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from contratile.data.catalog import DataConfig, is_source, open_source
 from contratile.data.clip_benchmark import BenchmarkSet, BenchmarkShards, is_set, open_set
@@ -87,28 +87,20 @@ def open_zero_shot(config: TrainConfig) -> ZeroShot | None:
         bad_value("zero_shot", expected=expected, got=repr(str(asked.zero_shot)), remedy=remedy)
     # As separate test data: its own test split, else all of it.
     streaming = config.data.streaming and asked.zero_shot.startswith("hf:")
-    data_config = replace(
-        config.data,
-        data=asked.zero_shot,
-        test_data=asked.zero_shot,
-        streaming=streaming,
-        data_weights=(),
-        batching="mixed",
-        negatives=(),
-        num_negatives=0,
-    )
-    source = _open(data_config)
+    alone: dict[str, Any] = {"data_weights": (), "batching": "mixed", "negatives": (), "num_negatives": 0, "limit": 0}
+    alone |= {"data": asked.zero_shot, "test_data": asked.zero_shot, "streaming": streaming}
+    source = _open(config.data, alone)
     return _OfSource(source, asked.classes, templates or TEMPLATES)
 
 
-def _open(config: DataConfig) -> Indexed | Stream:
-    """Open the data; columns that were named for the pairs need not be there."""
+def _open(config: DataConfig, changes: dict[str, Any]) -> Indexed | Stream:
+    """Open the data; columns and folders that were named for the pairs need not be there."""
     try:
-        return open_source(config, "test")
+        return open_source(replace(config, **changes), "test")
     except ValueError:
-        if not (config.left or config.right):
+        if not (config.left or config.right or config.root):
             raise
-    return open_source(replace(config, left="", right=""), "test")
+    return open_source(replace(config, **changes, left="", right="", root=None), "test")
 
 
 class _OfSet:
