@@ -3,8 +3,8 @@
     exported = export_towers(towers, "transformers", folder)      # CLIPModel.from_pretrained(folder)
     exported.loaded_by                                            # "CLIPModel"
 
-One file per package. Each of them writes weights (safetensors), settings, tokenizer and image preprocessing, and refuses
-towers or heads that its format has no place for.
+One file per package. Each writes weights (safetensors), settings, tokenizer and image preprocessing, and refuses towers
+or heads that its format has no place for.
 """
 
 from contratile.models.export.base import FORMATS as FORMATS

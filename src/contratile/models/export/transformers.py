@@ -78,7 +78,7 @@ def to_transformers(towers: Towers, folder: Path) -> Exported:
     else:
         model, tokenizer = _two_towers(transformers, towers, name), _hf_tokenizer(towers.right)
     notes = _set_scale(model, towers)
-    model.save_pretrained(folder)
+    _save(model, folder)
     tokenizer.save_pretrained(folder)
     _save_preprocessing(towers.left, folder, _processor_class(model))
     full = getattr(towers.right.prepare, "pad_fully", False)
@@ -217,6 +217,17 @@ def _set_scale(model: Any, towers: Towers) -> list[str]:
     return []
 
 
+def _save(model: Any, folder: Path) -> None:
+    """Write config.json and safetensors, without the paths that the parts were loaded from."""
+    for part in model.modules():
+        if hasattr(part, "config"):
+            part.config._name_or_path = ""
+    for name in ("vision_config", "text_config"):
+        if hasattr(model.config, name):
+            getattr(model.config, name)._name_or_path = ""
+    model.save_pretrained(folder)
+
+
 # --- the image encoder alone ----------------------------------------------------------------------------------------
 
 
@@ -241,7 +252,7 @@ def _image_alone(transformers: Any, towers: Towers, folder: Path) -> Exported:
             expected = "CLIP, or a vision model without projection, for an image encoder alone"
             refuse(towers, TO, expected=expected, remedy="Use contratile.load in Python.")
         _check_pooled(towers, model)
-    model.save_pretrained(folder)
+    _save(model, folder)
     _save_preprocessing(towers.left, folder)
     loaded = type(model).from_pretrained(folder).eval()
     name = type(model).__name__
@@ -326,4 +337,4 @@ def _encoders(transformers: Any, folder: Path, *, padding: bool | str) -> dict[s
 
 def _features(found: Any) -> Tensor:
     """Versions before 5 return the features themselves."""
-    return found if isinstance(found, Tensor) else found.pooler_output  # type: ignore[no-any-return]
+    return found if isinstance(found, Tensor) else found.pooler_output
