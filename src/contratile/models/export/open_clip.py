@@ -60,7 +60,7 @@ def to_open_clip(towers: Towers, folder: Path) -> Exported:
     config["vision_cfg"]["image_size"] = edge
     config.pop("init_logit_bias", None)
     if towers.bias is not None:
-        config["init_logit_bias"] = float(towers.bias)
+        config["init_logit_bias"] = towers.bias.item()
         state["logit_bias"] = towers.bias.detach()
     _save(folder, state, {"model_cfg": config, "preprocess_cfg": {"mean": mean, "std": std, **RESIZE}})
     notes = []

@@ -212,7 +212,7 @@ def _set_scale(model: Any, towers: Towers) -> list[str]:
         value = torch.zeros(()) if towers.bias is None else towers.bias.detach()
         bias.data = value.to(bias.dtype).reshape(bias.shape)
     elif towers.bias is not None:
-        lost = f"{type(model).__name__} has no place for the learned bias of the scores ({float(towers.bias):.4f})"
+        lost = f"{type(model).__name__} has no place for the learned bias of the scores ({towers.bias.item():.4f})"
         return [f"{lost}; features do not depend on it."]
     return []
 
