@@ -155,7 +155,7 @@ def unlike_pretrained(config: TrainConfig) -> Path:
     towers = build_towers(config.towers, texts=captions, bias=config.loss.loss == "siglip", views=views)
     with torch.no_grad():
         for parameter in towers.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
     out.mkdir(parents=True)
     save_config(absolute_paths(config), out)
     save_recipe(towers, out)

@@ -152,4 +152,4 @@ def test_progress(model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 def test_a_misspelt_name_is_suggested() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'loda'.*load"):
-        ct.loda  # type: ignore[attr-defined]  # noqa: B018
+        ct.loda  # noqa: B018
