@@ -132,6 +132,23 @@ def test_a_pair_in_transformers(head: str, models: dict[str, str], tmp_path: Pat
     assert str(tmp_path.parent) not in (tmp_path / "out" / "config.json").read_text(), "no paths of this machine"
 
 
+@pytest.mark.peers
+def test_a_pair_with_a_model_of_timm(models: dict[str, str], tmp_path: Path) -> None:
+    """As the recipes of LiT have it. Alone it is refused: transformers would prepare its images differently."""
+    timm: Any = pytest.importorskip("timm")
+    size = {"img_size": 32, "depth": 1, "embed_dim": 24, "num_heads": 2}
+    vision = timm.create_model("vit_tiny_patch16_224", num_classes=5, **size)
+    timm.models.save_for_hf(vision, tmp_path / "vision", model_config={"num_features": 24}, model_args=size)
+    towers = f"hf:{tmp_path / 'vision'}+{models['st'].removeprefix('st:')}"
+    common: dict[str, Any] = {"towers": towers, "pixels": 32}
+    config = small(Path("x.csv"), tmp_path / "run", head="linear", dim=20, text_pooling="pooler", **common)
+    export_run(unlike_pretrained(config), "transformers", tmp_path / "out")
+    check(ct.load(tmp_path / "run", device="cpu"), *with_transformers(tmp_path / "out"))
+    alone = unlike_pretrained(small(Path("x.csv"), tmp_path / "alone", loss="ntxent", views=2, **common))
+    with pytest.raises(ValueError, match=r"expected another vision model: AutoImageProcessor prepares images for"):
+        export_run(alone, "transformers", tmp_path / "again")
+
+
 @pytest.mark.parametrize(
     ("kind", "head", "loaded_by", "output"),
     [

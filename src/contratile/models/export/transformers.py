@@ -184,6 +184,9 @@ def _pair(transformers: Any, towers: Towers) -> Any:
         refuse(towers, TO, expected=expected, remedy=remedy)
     _check_pooled(towers, left.model)
     width = towers.left.width
+    if not hasattr(left.model.config, "hidden_size"):  # models of timm have their own name for it
+        head = linear_head(towers.left)
+        left.model.config.hidden_size = width if head is None else head.shape[1]
     config = transformers.VisionTextDualEncoderConfig.from_vision_text_configs(
         left.model.config, right.model.config, projection_dim=width
     )
@@ -198,7 +201,7 @@ def _check_pooled(towers: Towers, vision: Any) -> None:
     """Refuse vision models that have no pooled output [n, width]: the mean over patches has no place in the format."""
     edge = preprocessing(towers.left)[0]
     pooled = getattr(vision(pixel_values=torch.zeros(1, 3, edge, edge)), "pooler_output", None)
-    if pooled is None or pooled.dim() != 2 or not hasattr(vision.config, "hidden_size"):
+    if pooled is None or pooled.dim() != 2:
         expected = "a vision model with a pooled output"
         refuse(towers, TO, expected=expected, remedy="Use contratile.load in Python.")
 
@@ -250,6 +253,9 @@ def _image_alone(transformers: Any, towers: Towers, folder: Path) -> Exported:
         model, output = getattr(backbone, "model", None) or backbone.encoder, "pooler_output"
         if not isinstance(getattr(backbone, "projection", nn.Identity()), nn.Identity):
             expected = "CLIP, or a vision model without projection, for an image encoder alone"
+            refuse(towers, TO, expected=expected, remedy="Use contratile.load in Python.")
+        if model.config.model_type == "timm_wrapper":
+            expected = "another vision model: AutoImageProcessor prepares images for models of timm in its own way"
             refuse(towers, TO, expected=expected, remedy="Use contratile.load in Python.")
         _check_pooled(towers, model)
     _save(model, folder)
