@@ -31,11 +31,17 @@ from contratile.metrics import zero_shot_metrics as zero_shot_metrics
 
 __version__ = "0.2.0"
 
-if not _TYPE_CHECKING:  # type checkers know which names there are
+if _TYPE_CHECKING:
+    from contratile.train.loaded import load as load
+else:  # type checkers know which names there are
 
     def __getattr__(name: str) -> object:
-        """What other packages call the losses."""
+        """`load`, which needs more packages than the losses; and what other packages call the losses."""
+        if name == "load":
+            from contratile.train.loaded import load
+
+            return load
         from contratile.keywords import suggestion
 
-        known = [x for x, value in globals().items() if callable(value)]
+        known = [*(x for x, value in globals().items() if callable(value)), "load"]
         raise AttributeError(f"module 'contratile' has no attribute {name!r}{suggestion(name, known)}")

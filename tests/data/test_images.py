@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from contratile.data import images
-from contratile.data.frames import Frames, framed
+from contratile.data import frames, images
+from contratile.data.frames import Frames, center_square, framed
 from contratile.data.sample import Broken
 from tests.data.files import encoded, picture
 
@@ -188,3 +188,21 @@ def test_normalise() -> None:
     got = images.normalise(pixels)[0, :, 0, 0]
     torch.testing.assert_close(got, (1 - torch.tensor(images.CLIP_MEAN)) / torch.tensor(images.CLIP_STD))
     assert images.normalise(pixels, (0, 0, 0), (1, 1, 1)).max() == 1.0
+
+
+@pytest.mark.parametrize("size", [(40, 30), (301, 407), (64, 17), (10, 14)])
+def test_squares_are_cut_as_clip_cuts_them(size: tuple[int, int]) -> None:
+    """Resized as a whole, the longer side rounded down, then cropped: transformers' pixels to the bit."""
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8))
+    width, height = (int(32 * side / min(size)) for side in size)
+    left, top = (width - 32) // 2, (height - 32) // 2
+    expected = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))[top : top + 32, left : left + 32]
+    assert np.array_equal(np.asarray(center_square(image, 32)), expected)
+
+
+def test_only_the_center_of_a_panorama_is_resized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same pixels within rounding, without an image of 224 times its length."""
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (3, 1000, 3), dtype=np.uint8))
+    cut = np.asarray(center_square(image, 32)).astype(int)
+    monkeypatch.setattr(frames, "WIDEST", 1000)
+    assert np.abs(cut - np.asarray(center_square(image, 32))).max() <= 2

@@ -209,9 +209,7 @@ def test_homogeneous_streams_need_the_same_batch_to_resume() -> None:
     state = loader.state_dict()
     with pytest.raises(ValueError, match="batch of a resumed run: expected 8, as in the checkpoint, got 6"):
         Loader(source, PREPARE, batch=6, chunk=4).load_state_dict(state)
-    with pytest.raises(
-        ValueError, match="samples_per_epoch of a resumed run: expected 0, as in the check"
-    ):
+    with pytest.raises(ValueError, match="samples_per_epoch of a resumed run: expected 0, as in the check"):
         Loader(source, PREPARE, batch=8, chunk=4, samples_per_epoch=40).load_state_dict(state)
     del state["samples_per_epoch"]  # as earlier versions wrote it
     Loader(source, PREPARE, batch=8, chunk=4).load_state_dict(state)

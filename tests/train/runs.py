@@ -5,13 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 
 from contratile.models.tiny import train_tokenizer
+from contratile.models.towers import build_towers, recipe_checksums, save_recipe
 from contratile.report.tracking import history
 from contratile.train import checkpoint
-from contratile.train.config import SECTIONS, TrainConfig, from_dict
+from contratile.train.config import SECTIONS, TrainConfig, from_dict, save_config
+from contratile.train.paths import absolute_paths
 from tests.torchvision_repair import repair_torchvision
 
 COLOURS = ("red", "green", "blue", "black", "orange", "purple", "brown", "gray")
@@ -142,6 +145,23 @@ def small(table: Path, out: Path, **changes: Any) -> TrainConfig:
         by_section.setdefault(section, {})[name] = value
     # Together: some are only valid beside others.
     return replace(config, **{s: replace(getattr(config, s), **given) for s, given in by_section.items()})
+
+
+def unlike_pretrained(config: TrainConfig) -> Path:
+    """The folder of a run that was not trained: random changes to its weights, saved as step 7."""
+    out, views = config.run.out, config.augment.views == 2
+    captions = [f"a {colour} {shape}" for colour in COLOURS for shape in SHAPES]
+    torch.manual_seed(0)
+    towers = build_towers(config.towers, texts=captions, bias=config.loss.loss == "siglip", views=views)
+    with torch.no_grad():
+        for parameter in towers.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    out.mkdir(parents=True)
+    save_config(absolute_paths(config), out)
+    save_recipe(towers, out)
+    facts = {"step": 7, "best_step": 7, "recipe": recipe_checksums(out)}
+    checkpoint.save(out / "checkpoints" / checkpoint.step_name(7), {"model": towers.state_dict()}, facts)
+    return out
 
 
 def weights(run: Path) -> dict[str, Tensor]:

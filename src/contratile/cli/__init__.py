@@ -68,6 +68,13 @@ COMMANDS = (
         'contratile search runs/icons "battery charging"',
     ),
     Command(
+        "export",
+        "write a trained model as a folder of transformers, open_clip or sentence-transformers",
+        "contratile.cli.export:export",
+        "contratile.cli.export:parser",
+        "contratile export runs/icons --to transformers --out icons-clip",
+    ),
+    Command(
         "tiles",
         "show how a score matrix is cut into tiles on this machine",
         "contratile.cli.tiles:tiles",

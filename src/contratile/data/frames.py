@@ -109,13 +109,20 @@ def framed(frames: Frames | None) -> Iterator[None]:
         _frames.reset(token)
 
 
+WIDEST = 4
+"""Up to this aspect ratio an image is resized as a whole, then cropped: to the bit what CLIP's preprocessing does."""
+
+
 def center_square(image: Image.Image, size: int) -> Image.Image:
-    """Scale the shorter side of an image to `size` and crop the center."""
+    """Scale the shorter side of an image to `size` and crop the center, as transformers does for CLIP with Pillow."""
     if image.size == (size, size):
         return image
-    scale = size / min(image.size)
-    width, height = (max(size, round(side * scale)) for side in image.size)
+    short = min(image.size)
+    width, height = (size * side // short for side in image.size)
     left, top = (width - size) // 2, (height - size) // 2
+    if max(image.size) <= WIDEST * short:
+        whole = image.resize((width, height), Image.Resampling.BICUBIC)
+        return whole.crop((left, top, left + size, top + size)) if width != height else whole
     # Resize only the part that is kept: scaling up a whole panorama could take gigabytes.
     box = (left / width, top / height, (left + size) / width, (top + size) / height)
     part = tuple(share * image.size[i % 2] for i, share in enumerate(box))

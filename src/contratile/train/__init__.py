@@ -34,9 +34,11 @@ from contratile.train.evaluate import chance as chance
 from contratile.train.evaluate import class_features as class_features
 from contratile.train.evaluate import retrieval as retrieval
 from contratile.train.evaluate import zero_shot as zero_shot
+from contratile.train.export import export_run as export_run
 from contratile.train.gallery_search import search as search
 from contratile.train.load import Run as Run
 from contratile.train.load import load_run as load_run
+from contratile.train.loaded import Model as Model
 from contratile.train.loop import Outcome as Outcome
 from contratile.train.loop import Trainer as Trainer
 from contratile.train.optim import OptimConfig as OptimConfig
