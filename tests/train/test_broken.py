@@ -160,3 +160,12 @@ def test_two_processes_leave_out_what_one_does(table: Path, tmp_path: Path, lock
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     torch.testing.assert_close(torch.tensor(two), torch.tensor(one), rtol=1e-4, atol=1e-4)
     assert history(tmp_path / "one")[-1]["skipped"] == history(tmp_path / "two")[-1]["skipped"] > 10
+
+
+def test_a_share_without_a_readable_sample_ends_the_run_with_a_reason(tmp_path: Path) -> None:
+    table = shapes(tmp_path / "shapes")
+    lines = table.read_text().splitlines()
+    table.write_text("\n".join([lines[0], *(f"gone-{i}.png,nothing {i}" for i in range(400)), *lines[1:]]))
+    config = small(table, tmp_path / "run", batch=2, steps=200, broken_limit=1e6, eval_every=1000)
+    with pytest.raises(ValueError, match=r"step \d+: expected a readable sample in every share .* \(no such file\)"):
+        Trainer(config).run()

@@ -26,6 +26,7 @@ from contratile.data.catalog import open_source
 from contratile.data.chunk_maker import negatives_side
 from contratile.data.loader import Batch, Loader
 from contratile.data.sample import Indexed, Stream, traits_of
+from contratile.errors import bad_value
 from contratile.grad_cache import GradCache
 from contratile.losses.normalized import warn_not_normalized
 from contratile.models.encoding import SourceFeatures, encode, to_device
@@ -467,7 +468,8 @@ class Trainer:
     def _inputs(self, batch: Batch) -> Iterator[tuple[Any, ...]]:
         """The encoder inputs and facts of each chunk. A locked side has the kept outputs of its backbone."""
         device, ids = self.accelerator.device, self.config.loss.ids
-        for chunk in batch.chunks:
+        count = 0
+        for count, chunk in enumerate(batch.chunks, 1):  # noqa: B007  # it is read after the loop
             left, right = (
                 rows_of(self.kept[side], chunk.index, side, self.config.run.out)
                 if side in self.kept
@@ -476,6 +478,12 @@ class Trainer:
             )
             hard = () if chunk.negatives is None else (one_argument(to_device(chunk.negatives.inputs, device)),)
             yield *(one_argument(to_device(x, device)) for x in (left, right)), pair_facts(chunk, ids), *hard
+        share = self.config.run.batch // self.accelerator.num_processes
+        if count == 0 or (self.sharded and count < -(-share // self.chunk)):
+            what = "chunk" if count else "share of a process"
+            reasons = ", ".join(self.loader.broken)
+            remedy = f"Repair the data ({reasons}), or raise --{'chunk' if count else 'batch'}."
+            bad_value(f"step {self.step + 1}", expected=f"a readable sample in every {what}", got="none", remedy=remedy)
 
     def evaluate(self) -> tuple[dict[str, float], SourceFeatures | None]:
         """Evaluate retrieval on the held-out data.
