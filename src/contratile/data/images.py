@@ -22,7 +22,8 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from contratile.data.frames import Frames, center_square, current_frames
+from contratile.data.frames import Frames, current_frames
+from contratile.data.resize import center_square
 from contratile.data.sample import Broken
 
 MAX_PIXELS = 1 << 26
@@ -149,5 +150,5 @@ def stack(images: Sequence[Image.Image], size: int) -> Tensor:
 
 def normalise(pixels: Tensor, mean: Sequence[float] = CLIP_MEAN, std: Sequence[float] = CLIP_STD) -> Tensor:
     """Scale uint8 pixels to [0, 1], subtract the mean and divide by the standard deviation, per channel."""
-    shift, factor = (torch.tensor(x, device=pixels.device).view(3, 1, 1) for x in (mean, std))
-    return (pixels.float() / 255 - shift) / factor
+    shift, spread = (torch.tensor(x, device=pixels.device).view(3, 1, 1) for x in (mean, std))
+    return (pixels * (1 / (255 * spread))).sub_(shift / spread)  # two passes, and one tensor of floats
