@@ -200,9 +200,9 @@ def random_crop(size: tuple[int, int], scale: tuple[float, float], ratio: tuple[
     # No luck, as for very long images: the largest central box with an allowed ratio.
     w, h = width, height
     if width / height < ratio[0]:
-        h = min(height, round(width / ratio[0]))
+        h = min(height, max(1, round(width / ratio[0])))
     elif width / height > ratio[1]:
-        w = min(width, round(height * ratio[1]))
+        w = min(width, max(1, round(height * ratio[1])))
     left, top = (width - w) // 2, (height - h) // 2
     return left, top, left + w, top + h
 

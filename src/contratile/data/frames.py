@@ -49,7 +49,7 @@ class Frames:
         Returns:
             By how much each side is divided: 1, 2, 4 or 8.
         """
-        size = image.size
+        size = self._whole = image.size
         self._drawn = self._draw(size, key)
         if self.augment is not None and self.augment.strengths.interpolation == "nearest":
             return 1  # it takes pixels as they are, and the decoder would average them
@@ -61,7 +61,7 @@ class Frames:
     def frame(self, image: Image.Image, key: str, *, drafted: bool = False) -> Image.Image:
         """The first view of a decoded RGB image; `views_of` has them all."""
         if not drafted:
-            self._drawn = self._draw(image.size, key)
+            self._whole, self._drawn = image.size, self._draw(image.size, key)
         made = tuple(self._view(image, changes) for changes in self._drawn)
         self._made[id(made[0])] = made
         return made[0]
@@ -91,7 +91,7 @@ class Frames:
 
     def _view(self, image: Image.Image, changes: Changes | None) -> Image.Image:
         if self.augment is None or changes is None:
-            square = center_square(image, self.edge)
+            square = center_square(image, self.edge, self._whole)
             return square.copy() if square is image else square
         return self.augment.apply(image, changes, self.edge)
 

@@ -4,7 +4,7 @@
     square = center_square(image, 224)
 
 The work is done by `torch.nn.functional.interpolate`, whose kernels for bytes are Pillow's algorithm with vector
-instructions: 4 to 8 times as fast on AVX2, and equal up to one level of 255.
+instructions: 4 to 8 times as fast on AVX2, and equal up to two levels of 255 (one when they shrink).
 """
 
 import warnings
@@ -53,7 +53,7 @@ def resized(
         gap: See `GAP`.
 
     Returns:
-        A new image: `image.crop(box).resize((edge, edge), filter)`, up to one level.
+        A new image: `image.crop(box).resize((edge, edge), filter)`, up to two levels.
     """
     part = image if box == (0, 0, *image.size) else image.crop(box)
     return _scaled(part, (edge, edge), interpolation, gap)
@@ -72,11 +72,18 @@ def _scaled(image: Image.Image, size: tuple[int, int], interpolation: Interpolat
     return Image.frombytes("RGB", size, data.tobytes(), "raw", "RGBX")
 
 
-def center_square(image: Image.Image, size: int) -> Image.Image:
-    """Scale the shorter side of an image to `size` and crop the center, as CLIP does."""
+def center_square(image: Image.Image, size: int, whole: tuple[int, int] | None = None) -> Image.Image:
+    """Scale the shorter side of an image to `size` and crop the center, as CLIP does.
+
+    Args:
+        image: The image. It is returned as it is if it has that size.
+        size: Height and width of the square.
+        whole: Size of the image in its file, if it was decoded smaller: sizes are rounded as for the whole image.
+    """
     if image.size == (size, size):
         return image
-    width, height = (side * size // min(image.size) for side in image.size)
+    sides = whole or image.size
+    width, height = (side * size // min(sides) for side in sides)
     left, top = round((width - size) / 2), round((height - size) / 2)
     kept = (left, top, left + size, top + size)
     if max(width, height) <= LONG * size:
