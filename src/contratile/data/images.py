@@ -151,4 +151,10 @@ def stack(images: Sequence[Image.Image], size: int) -> Tensor:
 def normalise(pixels: Tensor, mean: Sequence[float] = CLIP_MEAN, std: Sequence[float] = CLIP_STD) -> Tensor:
     """Scale uint8 pixels to [0, 1], subtract the mean and divide by the standard deviation, per channel."""
     shift, spread = (torch.tensor(x, device=pixels.device).view(3, 1, 1) for x in (mean, std))
-    return (pixels * (1 / (255 * spread))).sub_(shift / spread)  # two passes, and one tensor of floats
+    factor, offset = 1 / (255 * spread), shift / spread
+    found = torch.empty(pixels.shape, device=pixels.device)
+    # On a CPU one image at a time, which stays in the cache: several times as fast.
+    each = zip(found, pixels, strict=True) if pixels.device.type == "cpu" else [(found, pixels)]
+    for place, image in each:
+        place.copy_(image).mul_(factor).sub_(offset)
+    return found
