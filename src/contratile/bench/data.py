@@ -17,7 +17,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 from PIL import Image
 
 from contratile.bench.clock import wall_time
@@ -67,8 +66,8 @@ class DataBenchConfig(BenchConfig):
     rounds: int = 5
     """How often each contestant is timed; the best and the median are reported."""
 
-    threads: int = torch.get_num_threads()
-    """Number of torch threads of the training process."""
+    threads: int = 1
+    """Number of torch threads of the training process. Beside a GPU it has little to do, and workers need the cores."""
 
     patience: float = 300.0
     """Give up on a contestant whose turn takes longer than this many seconds, starting up included."""

@@ -40,6 +40,9 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
+CACHED = 1 << 19
+"""Numbers that are normalised at a time on a CPU: 2 MiB of floats."""
+
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
@@ -153,8 +156,8 @@ def normalise(pixels: Tensor, mean: Sequence[float] = CLIP_MEAN, std: Sequence[f
     shift, spread = (torch.tensor(x, device=pixels.device).view(3, 1, 1) for x in (mean, std))
     factor, offset = 1 / (255 * spread), shift / spread
     found = torch.empty(pixels.shape, device=pixels.device)
-    # On a CPU one image at a time, which stays in the cache: several times as fast.
-    each = zip(found, pixels, strict=True) if pixels.device.type == "cpu" else [(found, pixels)]
-    for place, image in each:
-        place.copy_(image).mul_(factor).sub_(offset)
+    # On a CPU a few images at a time, which stay in the cache: several times as fast.
+    step = max(1, CACHED // max(1, pixels[:1].numel())) if pixels.device.type == "cpu" else max(1, len(pixels))
+    for place, few in zip(found.split(step), pixels.split(step), strict=True):
+        place.copy_(few).mul_(factor).sub_(offset)
     return found

@@ -117,7 +117,7 @@ def webdataset_pairs(problem: DataProblem) -> Iterator[Pair]:
 def open_clip_pairs(problem: DataProblem) -> Iterator[Pair]:
     """What open_clip's training script reads: `get_data` and its transform for training."""
     theirs: Any = import_module("open_clip_train.data")
-    # Since webdataset 0.2.90 the end of a shard is marked with an empty sample, which open_clip 3.3 does not expect.
+    # webdataset 1.0 marks the end of a shard with an empty sample, which open_clip 3.3 does not expect.
     if "eof_value" in signature(theirs.tar_file_expander).parameters:
         theirs.tar_file_expander = partial(theirs.tar_file_expander, eof_value=None)
     make: Any = import_module("open_clip.transform")
