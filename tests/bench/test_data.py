@@ -77,7 +77,14 @@ def test_csv_and_json_agree_and_the_plot_can_be_drawn_again(results: Path, tmp_p
 def test_plots_take_gaps_and_notes_say_where(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     facts: dict[str, Any] = {"commit": "c", "threads": 1, "torch": "t", "cpu": "p", "command": "x"}
-    place: dict[str, Any] = {"d": 16, "dtype": "float32", "pixels": 40, "batch": 2, "jpeg_kib": 2.0, "tokenizer": "bytes"}
+    place: dict[str, Any] = {
+        "d": 16,
+        "dtype": "float32",
+        "pixels": 40,
+        "batch": 2,
+        "jpeg_kib": 2.0,
+        "tokenizer": "bytes",
+    }
     rows = (
         DataRow(contestant="contratile", n=8, workers=1, status="ok", samples_per_second=9.0, **place, **facts),
         DataRow(contestant="open_clip", n=8, workers=1, status="not installed (x)", **place, **facts),
@@ -128,7 +135,12 @@ def test_contestants_load_the_same_pairs(name: str, files: Files) -> None:
 def test_a_turn_discards_what_workers_prepared(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
     count = data_point._count
-    monkeypatch.setattr(data_point, "_count", lambda pairs, samples: (counted.append(samples), count(pairs, samples)))
+
+    def noted(pairs: Any, samples: int) -> None:
+        counted.append(samples)
+        count(pairs, samples)
+
+    monkeypatch.setattr(data_point, "_count", noted)
     turn = data_point.take_turn("contratile_table", problem(files))
     assert counted == [3, 12] and turn.seconds > 0
 

@@ -158,6 +158,6 @@ def normalise(pixels: Tensor, mean: Sequence[float] = CLIP_MEAN, std: Sequence[f
     found = torch.empty(pixels.shape, device=pixels.device)
     # On a CPU a few images at a time, which stay in the cache: several times as fast.
     step = max(1, CACHED // max(1, pixels[:1].numel())) if pixels.device.type == "cpu" else max(1, len(pixels))
-    for place, few in zip(found.split(step), pixels.split(step), strict=True):
+    for place, few in zip(torch.split(found, step), torch.split(pixels, step), strict=True):
         place.copy_(few).mul_(factor).sub_(offset)
     return found
