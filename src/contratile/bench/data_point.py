@@ -52,7 +52,8 @@ class DataPoint:
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self.process = subprocess.Popen(command, text=True, start_new_session=True, **pipes)
         self.said: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(target=self._listen, daemon=True).start()
+        self.listener = threading.Thread(target=self._listen, daemon=True)
+        self.listener.start()
 
     def _listen(self) -> None:
         assert self.process.stdout is not None
@@ -86,6 +87,11 @@ class DataPoint:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, 9)
         self.process.wait()
+        self.listener.join(timeout=10)
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.stdout.close()
 
 
 class Unable(RuntimeError):
