@@ -188,3 +188,10 @@ def test_normalise() -> None:
     got = images.normalise(pixels)[0, :, 0, 0]
     torch.testing.assert_close(got, (1 - torch.tensor(images.CLIP_MEAN)) / torch.tensor(images.CLIP_STD))
     assert images.normalise(pixels, (0, 0, 0), (1, 1, 1)).max() == 1.0
+
+
+def test_normalised_bytes_are_those_of_torch() -> None:
+    """CPUs have a way of their own for bytes, also for views that are not contiguous and for no image at all."""
+    pixels = torch.randint(0, 256, (5, 3, 9, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for few in (pixels, pixels[::2], pixels.permute(0, 1, 3, 2), pixels[:0]):
+        torch.testing.assert_close(images.normalise(few), images.normalise(few.float()), rtol=0, atol=1e-6)

@@ -40,9 +40,6 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
-CACHED = 1 << 19
-"""Numbers that are normalised at a time on a CPU: 2 MiB of floats."""
-
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
@@ -153,11 +150,21 @@ def stack(images: Sequence[Image.Image], size: int) -> Tensor:
 
 def normalise(pixels: Tensor, mean: Sequence[float] = CLIP_MEAN, std: Sequence[float] = CLIP_STD) -> Tensor:
     """Scale uint8 pixels to [0, 1], subtract the mean and divide by the standard deviation, per channel."""
+    if pixels.device.type == "cpu" and pixels.dtype == torch.uint8 and not torch.compiler.is_compiling():
+        return _normalised(pixels, mean, std)
     shift, spread = (torch.tensor(x, device=pixels.device).view(3, 1, 1) for x in (mean, std))
+    return pixels.float() * (1 / (255 * spread)) - shift / spread
+
+
+def _normalised(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """The same on a CPU, image by image, so that each stays in the cache, and with numpy, which starts no threads.
+
+    Beside workers that keep the cores busy, torch's threads wait for each other: 7 instead of 0.5 ms per image.
+    """
+    shift, spread = (np.array(x, dtype=np.float32).reshape(3, 1, 1) for x in (mean, std))
     factor, offset = 1 / (255 * spread), shift / spread
-    found = torch.empty(pixels.shape, device=pixels.device)
-    # On a CPU a few images at a time, which stay in the cache: several times as fast.
-    step = max(1, CACHED // max(1, pixels[:1].numel())) if pixels.device.type == "cpu" else max(1, len(pixels))
-    for place, few in zip(torch.split(found, step), torch.split(pixels, step), strict=True):
-        place.copy_(few).mul_(factor).sub_(offset)
+    found = torch.empty(pixels.shape)
+    for place, image in zip(found.numpy(), pixels.numpy(), strict=True):
+        np.multiply(image, factor, out=place, dtype=np.float32)
+        np.subtract(place, offset, out=place)
     return found
