@@ -12,8 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
-from contratile.data import frames, images
-from contratile.data.frames import Frames, center_square, framed
+from contratile.data import images, resize
+from contratile.data.frames import Frames, framed
+from contratile.data.resize import center_square
 from contratile.data.sample import Broken
 from tests.data.files import encoded, picture
 
@@ -204,5 +205,12 @@ def test_only_the_center_of_a_panorama_is_resized(monkeypatch: pytest.MonkeyPatc
     """The same pixels within rounding, without an image of 224 times its length."""
     image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (3, 1000, 3), dtype=np.uint8))
     cut = np.asarray(center_square(image, 32)).astype(int)
-    monkeypatch.setattr(frames, "WIDEST", 1000)
+    monkeypatch.setattr(resize, "WIDEST", 1000)
     assert np.abs(cut - np.asarray(center_square(image, 32))).max() <= 2
+
+
+def test_normalised_bytes_are_those_of_torch() -> None:
+    """CPUs have a way of their own for bytes, also for views that are not contiguous and for no image at all."""
+    pixels = torch.randint(0, 256, (5, 3, 9, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for few in (pixels, pixels[::2], pixels.permute(0, 1, 3, 2), pixels[:0]):
+        torch.testing.assert_close(images.normalise(few), images.normalise(few.float()), rtol=0, atol=1e-6)

@@ -4,6 +4,7 @@
     (family_png,) = draw(load(Path("bench-family/family.json")), Path("bench-family"))
     (ring_png,) = draw(load(Path("bench-ring/ring.json")), Path("bench-ring"))
     (cache_png,) = draw(load(Path("bench-cache/cache.json")), Path("bench-cache"))
+    (data_png,) = draw(load(Path("bench-data/data.json")), Path("bench-data"))
 
 Every marker is a measurement. Lines that were not measured are dashed, and their label says so.
 """
@@ -12,7 +13,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from contratile.bench.rows import CacheRow, FamilyRow, LossRow, Recording, RingRow, Row, hardware_text, threads_text
+from contratile.bench.rows import (
+    CacheRow,
+    DataRow,
+    FamilyRow,
+    LossRow,
+    Recording,
+    RingRow,
+    Row,
+    hardware_text,
+    threads_text,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,6 +45,8 @@ _STYLES: dict[str, dict[str, Any]] = {
     "disco": {"color": "#009E73", "marker": "h"},
     "plain": {"color": "#000000", "marker": "s"},
     "grad_cache": {"color": "#009E73", "marker": "h"},
+    "contratile_table": {"color": "#0072B2", "marker": "^", "alpha": 0.5},
+    "webdataset": {"color": "#009E73", "marker": "h"},
 }
 _LABELS = {
     "contratile_cached": "contratile, tiles cached",
@@ -51,7 +64,9 @@ _LABELS = {
     "disco": "DisCo-style gather",
     "plain": "plain training",
     "grad_cache": "GradCache package",
+    "contratile_table": "contratile, table of files",
 }
+_DATA_LABELS = _LABELS | {"contratile": "contratile, shards", "open_clip": "open_clip get_data"}
 _FAMILY_LABELS = _LABELS | {
     "nt_xent": "nt_xent (2N views)",
     "siglip": "siglip_loss",
@@ -86,7 +101,13 @@ def draw(recording: Recording[Any], folder: Path) -> tuple[Path, ...]:
         The paths of the plots.
     """
     make: dict[str, Callable[[Recording[Any], Path], tuple[Path, ...]]]
-    make = {"loss": _draw_loss, "family": _draw_family, "ring": _draw_ring, "cache": _draw_cache}
+    make = {
+        "loss": _draw_loss,
+        "family": _draw_family,
+        "ring": _draw_ring,
+        "cache": _draw_cache,
+        "data": _draw_data,
+    }
     return make[recording.kind](recording, folder)
 
 
@@ -138,6 +159,41 @@ def _draw_cache(recording: Recording[CacheRow], folder: Path) -> tuple[Path, ...
     title = f"A training step: transformer of {first.layers} layers over {first.tokens} tokens, dropout, and the loss"
     path = folder / "cache.png"
     _figure(grid, title, threads_text(recording), recording.environment, path)
+    return (path,)
+
+
+def _draw_data(recording: Recording[DataRow], folder: Path) -> tuple[Path, ...]:
+    """One figure: for each size of images, bars of samples per second by number of workers."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    sizes = list(dict.fromkeys((row.pixels, row.d) for row in recording.rows))
+    names = list(dict.fromkeys(row.contestant for row in recording.rows if row.samples_per_second))
+    figure = Figure(figsize=(4.8 * len(sizes) + 3.0, 4.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    (grid,) = figure.subplots(1, len(sizes), squeeze=False)
+    width = 0.8 / max(1, len(names))
+    for axes, (pixels, d) in zip(grid, sizes, strict=True):
+        rows = [row for row in recording.rows if (row.pixels, row.d) == (pixels, d)]
+        workers = sorted({row.workers for row in rows})
+        for place, name in enumerate(names):
+            mine = {row.workers: row.samples_per_second or 0.0 for row in rows if row.contestant == name}
+            left = [i + width * (place - (len(names) - 1) / 2) for i in range(len(workers))]
+            style = {key: value for key, value in _STYLES.get(name, {}).items() if key in ("color", "alpha")}
+            label = _DATA_LABELS.get(name, name)
+            bars = axes.bar(left, [mine.get(n, 0.0) for n in workers], width, label=label, **style)
+            axes.bar_label(bars, fmt=lambda value: f"{value:.0f}" if value else "", fontsize="x-small", padding=1)
+        axes.set_xticks(range(len(workers)), [str(n) for n in workers])
+        axes.set_xlabel(f"workers; JPEGs of {pixels} pixels to {d}")
+        axes.grid(True, axis="y", color="#dddddd", linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    grid[0].set_ylabel("samples per second")
+    handles, labels = grid[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", frameon=False)
+    path = folder / "data.png"
+    title = "Loading pairs: JPEGs decoded, cropped, scaled, normalised; captions tokenized"
+    _finish(figure, grid[0], title, threads_text(recording), recording.environment, path)
     return (path,)
 
 

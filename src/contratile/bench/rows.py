@@ -124,7 +124,35 @@ class CacheRow(Row):
     """Percent of the best step spent on the loss; None if it cannot be timed apart."""
 
 
-ROWS: dict[str, type[Row]] = {"loss": LossRow, "family": FamilyRow, "ring": RingRow, "cache": CacheRow}
+@dataclass(frozen=True, kw_only=True)
+class DataRow(Row):
+    """A row of `bench data`: `n` samples read by the training process with some workers, scaled to D x D pixels.
+
+    The limit is the time to decode the JPEGs whole. `peak_extra_mib` is the growth of the training process.
+    """
+
+    workers: int
+    pixels: int
+    """Height and width of the JPEGs."""
+
+    batch: int
+    jpeg_kib: float
+    """Mean size of a JPEG."""
+
+    tokenizer: str
+    samples_per_second: float | None = None
+    samples_per_second_median: float | None = None
+    workers_mib: float | None = None
+    """Memory of all workers together, shared pages counted once."""
+
+
+ROWS: dict[str, type[Row]] = {
+    "loss": LossRow,
+    "family": FamilyRow,
+    "ring": RingRow,
+    "cache": CacheRow,
+    "data": DataRow,
+}
 R = TypeVar("R", bound=Row)
 
 
@@ -181,5 +209,5 @@ def load(path: Path) -> Recording[Any]:
         rows = tuple(ROWS[kind](**row) for row in recorded["rows"])
         return Recording(rows, recorded["environment"], recorded["command"], kind)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        expected = "expected a loss.json, family.json, ring.json or cache.json written by `contratile bench`"
+        expected = "expected a loss.json, family.json, ring.json, cache.json or data.json written by `contratile bench`"
         raise ValueError(f"{path}: {expected}, got {error!r}") from error

@@ -110,6 +110,13 @@ COMMANDS = (
         "contratile bench cache --quick --out results",
     ),
     Command(
+        "bench data",
+        "compare samples per second of the loader with webdataset and open_clip",
+        "contratile.cli.bench:data",
+        "contratile.bench.data:DataBenchConfig",
+        "contratile bench data --quick --out results",
+    ),
+    Command(
         "bench plot",
         "draw the plots of a recorded benchmark again",
         "contratile.cli.bench:plot",

@@ -1,4 +1,4 @@
-"""`contratile bench loss`, `family`, `ring`, `cache` and `plot`."""
+"""`contratile bench loss`, `family`, `ring`, `cache`, `data` and `plot`."""
 
 import argparse
 import shlex
@@ -34,6 +34,11 @@ def ring(argv: Sequence[str]) -> int:
 def cache(argv: Sequence[str]) -> int:
     """Training steps in chunks against other gradient caches."""
     return _measure("bench cache", argv)
+
+
+def data(argv: Sequence[str]) -> int:
+    """Samples per second of the loader against other loaders."""
+    return _measure("bench data", argv)
 
 
 def _measure(name: str, argv: Sequence[str]) -> int:
@@ -78,7 +83,7 @@ def _measure(name: str, argv: Sequence[str]) -> int:
 def plot_parser() -> argparse.ArgumentParser:
     """Return the options of `bench plot`."""
     parser = Parser(prog="contratile bench plot", description="Draw the plots of a recorded run again.")
-    written = "a loss.json, family.json, ring.json or cache.json written by `contratile bench`"
+    written = "a loss.json, family.json, ring.json, cache.json or data.json written by `contratile bench`"
     parser.add_argument("results", type=Path, help=written)
     parser.add_argument("--out", type=Path, help="folder for the plots (default: the folder of the results)")
     return parser

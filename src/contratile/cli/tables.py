@@ -6,7 +6,17 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from contratile.bench.rows import CacheRow, FamilyRow, LossRow, Recording, RingRow, Row, hardware_text, threads_text
+from contratile.bench.rows import (
+    CacheRow,
+    DataRow,
+    FamilyRow,
+    LossRow,
+    Recording,
+    RingRow,
+    Row,
+    hardware_text,
+    threads_text,
+)
 
 TIMES = (
     "seconds: best and median of the rounds; % limit: time of four plain matrix products over best; x ours: best over "
@@ -24,7 +34,13 @@ PAPER = (
 def tables(recording: Recording[Any]) -> list[Table]:
     """Return the tables of a recording."""
     make: dict[str, Callable[[Recording[Any]], list[Table]]]
-    make = {"loss": _loss_tables, "family": _family_tables, "ring": _ring_tables, "cache": _cache_tables}
+    make = {
+        "loss": _loss_tables,
+        "family": _family_tables,
+        "ring": _ring_tables,
+        "cache": _cache_tables,
+        "data": _data_tables,
+    }
     return make[recording.kind](recording)
 
 
@@ -38,6 +54,8 @@ def notes(recording: Recording[Any]) -> list[str]:
                 place = f"{place}, P={row.world}"
             elif recording.kind == "family":
                 place = f"{row.loss}, {place}"
+            elif recording.kind == "data":
+                place = f"{row.pixels} pixels, {row.workers} workers, {place}"
             sizes.setdefault((row.contestant, place, row.status), []).append(str(row.n))
     return [f"{name}, {place}, N={', '.join(ns)}: {status}" for (name, place, status), ns in sizes.items()]
 
@@ -121,6 +139,38 @@ def _cache_tables(recording: Recording[CacheRow]) -> list[Table]:
 
 def _cache_cells(row: Any) -> list[str]:
     return [_show(row.peak_extra_mib, "{:.1f}"), _show(row.loss_percent, "{:.1f}")]
+
+
+def _data_tables(recording: Recording[DataRow]) -> list[Table]:
+    """One table per size of images: by number of workers, contestants from fast to slow."""
+    made = []
+    headings = ("workers", "contestant", "best", "median", "% limit", "x ours", "MiB", "MiB workers")
+    for pixels, d in dict.fromkeys((row.pixels, row.d) for row in recording.rows):
+        rows = [row for row in recording.rows if (row.pixels, row.d) == (pixels, d)]
+        what = (
+            f"JPEGs of {pixels} x {pixels} pixels ({rows[0].jpeg_kib:.0f} KiB) to {d} x {d}, batches of {rows[0].batch}"
+        )
+        made.append(_table(f"{what} · {_hardware(recording)}", headings, None))
+        for workers in sorted({row.workers for row in rows}):
+            group = [row for row in rows if row.workers == workers and row.samples_per_second]
+            group.sort(key=lambda row: -(row.samples_per_second or 0))
+            for row in group:
+                cells = [
+                    str(row.workers),
+                    row.contestant,
+                    _show(row.samples_per_second, "{:.0f}"),
+                    _show(row.samples_per_second_median, "{:.0f}"),
+                    _show(row.percent_of_limit, "{:.0f}"),
+                    _show(row.ratio_to_contratile, "{:.2f}"),
+                    _show(row.peak_extra_mib, "{:.0f}"),
+                    _show(row.workers_mib, "{:.0f}"),
+                ]
+                made[-1].add_row(*cells, style=_style(row.contestant), end_section=row is group[-1])
+    made[-1].caption = (
+        "samples per second: best and median of the rounds; % limit: time to decode the JPEGs whole over best time; "
+        "x ours: best time over contratile's; MiB: growth of the training process, and memory of all workers"
+    )
+    return made
 
 
 def _ring_cells(row: Any) -> list[str]:

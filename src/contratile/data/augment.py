@@ -1,4 +1,4 @@
-"""Random crops, flips, colours and blur for training images, with Pillow alone.
+"""Random crops, flips, colours and blur for training images, without torchvision.
 
     augment = Augment(AugmentConfig(augment="clip", crop_scale=(0.08, 1.0), flip=0.5).strengths)
     changes = augment.draw(image.size, random.Random(7))      # all that is random about this image
@@ -14,24 +14,17 @@ Operations and their distributions are those of torchvision's transforms on Pill
 import math
 from dataclasses import dataclass
 from random import Random
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageEnhance, ImageFilter
 
+from contratile.data.resize import FILTERS, Box, Interpolation, resized
 from contratile.errors import bad_value, check_choice
 
-Interpolation: TypeAlias = Literal["bicubic", "bilinear", "nearest"]
-Box: TypeAlias = tuple[float, float, float, float]
 COLORS = ("brightness", "contrast", "saturation", "hue")
 TRIES = 10
 """Attempts at a crop that lies inside the image, as in torchvision."""
-
-_FILTERS = {
-    "bicubic": Image.Resampling.BICUBIC,
-    "bilinear": Image.Resampling.BILINEAR,
-    "nearest": Image.Resampling.NEAREST,
-}
 
 
 class Strengths(NamedTuple):
@@ -108,7 +101,7 @@ class AugmentConfig:
             remedy = "Pass --augment clip (or simclr) too, or drop it."
             bad_value(given[0], expected="--augment with it", got=getattr(self, given[0]), remedy=remedy)
         strengths = self.strengths
-        check_choice("interpolation", strengths.interpolation, tuple(_FILTERS))
+        check_choice("interpolation", strengths.interpolation, tuple(FILTERS))
         for name in ("crop_scale", "crop_ratio", "blur_sigma"):
             low, high = getattr(strengths, name)
             most = 1.0 if name == "crop_scale" else 1e6
@@ -146,12 +139,12 @@ class Changes(NamedTuple):
     box: Box
     """The crop, in pixels of the image: left, top, right, bottom."""
 
-    flip: bool
-    colors: tuple[tuple[str, float], ...]
+    flip: bool = False
+    colors: tuple[tuple[str, float], ...] = ()
     """Changes of colour in their order, with their strength."""
 
-    gray: bool
-    blur: float
+    gray: bool = False
+    blur: float = 0.0
     """Radius; 0: none."""
 
 
@@ -174,9 +167,7 @@ class Augment:
     def _colors(self, random: Random) -> tuple[tuple[str, float], ...]:
         chosen = random.random() < self.strengths.color_jitter_prob
         found = []
-        for name, most in zip(
-            ("brightness", "contrast", "saturation", "hue"), self.strengths.color_jitter, strict=True
-        ):
+        for name, most in zip(COLORS, self.strengths.color_jitter, strict=True):
             low, high = (-most, most) if name == "hue" else (max(0.0, 1 - most), 1 + most)
             found.append((name, random.uniform(low, high), most))
         random.shuffle(found)
@@ -184,7 +175,7 @@ class Augment:
 
     def apply(self, image: Image.Image, changes: Changes, edge: int) -> Image.Image:
         """The square of `edge` pixels that these changes make of an RGB image."""
-        found = image.resize((edge, edge), _FILTERS[self.strengths.interpolation], box=changes.box)
+        found = resized(image, changes.box, edge, self.strengths.interpolation)
         if changes.flip:
             found = found.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         for name, strength in changes.colors:
@@ -209,9 +200,9 @@ def random_crop(size: tuple[int, int], scale: tuple[float, float], ratio: tuple[
     # No luck, as for very long images: the largest central box with an allowed ratio.
     w, h = width, height
     if width / height < ratio[0]:
-        h = min(height, round(width / ratio[0]))
+        h = min(height, max(1, round(width / ratio[0])))
     elif width / height > ratio[1]:
-        w = min(width, round(height * ratio[1]))
+        w = min(width, max(1, round(height * ratio[1])))
     left, top = (width - w) // 2, (height - h) // 2
     return left, top, left + w, top + h
 

@@ -9,19 +9,15 @@ The crop is drawn before the file is decoded, from its size alone. So a large JP
 and the views of an image share one decoding.
 """
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 from PIL import Image
 
-from contratile.data.augment import Augment, Box, Changes
+from contratile.data.augment import Augment, Changes
+from contratile.data.resize import GAP, PLAIN_GAP, center_square, decoded_smaller, shrunk_box
 from contratile.data.sample import random_numbers
-
-DRAFT = 3
-"""JPEGs are decoded at 1/2, 1/4 or 1/8 of their size if that is still at least DRAFT times the target size: as good as
-decoding them whole, in a fraction of the time and memory."""
 
 
 class Frames:
@@ -47,29 +43,27 @@ class Frames:
         self.edge, self.augment, self.seeds, self.views, self.plain_first = edge, augment, seeds, views, plain_first
         self._made: dict[int, tuple[Image.Image, ...]] = {}
 
-    def draft(self, image: Image.Image, key: str) -> None:
-        """Before an image is decoded: choose a size at which all its views still have enough pixels."""
-        whole = image.size
-        self._drawn = [self._changes(whole, key, view) for view in range(self.views)]
-        short = min(min(whole) if x is None else min(x.box[2] - x.box[0], x.box[3] - x.box[1]) for x in self._drawn)
-        share = DRAFT * self.edge / max(1, short)
-        if share < 1:
-            image.draft(None, (math.ceil(whole[0] * share), math.ceil(whole[1] * share)))
-        factors = image.size[0] / whole[0], image.size[1] / whole[1]
-        self._drawn = [x and x._replace(box=_times(x.box, factors, image.size)) for x in self._drawn]
+    def draft(self, image: Image.Image, key: str) -> int:
+        """Before an image is decoded: choose a size at which all its views still have enough pixels.
+
+        Returns:
+            By how much each side is divided: 1, 2, 4 or 8.
+        """
+        size = self._whole = image.size
+        self._drawn = self._draw(size, key)
+        if self.augment is not None and self.augment.strengths.interpolation == "nearest":
+            return 1  # it takes pixels as they are, and the decoder would average them
+        factor = decoded_smaller(image, min(self._spare(size, changes) for changes in self._drawn))
+        if factor > 1:
+            self._drawn = [x and x._replace(box=shrunk_box(x.box, factor, image.size)) for x in self._drawn]
+        return factor
 
     def frame(self, image: Image.Image, key: str, *, drafted: bool = False) -> Image.Image:
         """The first view of a decoded RGB image; `views_of` has them all."""
         if not drafted:
-            self._drawn = [self._changes(image.size, key, view) for view in range(self.views)]
-        made = []
-        for changes in self._drawn:
-            if changes is None or self.augment is None:
-                square = center_square(image, self.edge)
-                made.append(square.copy() if square is image else square)
-            else:
-                made.append(self.augment.apply(image, changes, self.edge))
-        self._made[id(made[0])] = tuple(made)
+            self._whole, self._drawn = image.size, self._draw(image.size, key)
+        made = tuple(self._view(image, changes) for changes in self._drawn)
+        self._made[id(made[0])] = made
         return made[0]
 
     def views_of(self, image: Image.Image, key: str) -> tuple[Image.Image, ...]:
@@ -79,16 +73,27 @@ class Frames:
             return self._made[id(self.frame(rgb, key))]
         return self._made[id(image)]
 
+    def _draw(self, size: tuple[int, int], key: str) -> list[Changes | None]:
+        """What is done for each view; None: the center square."""
+        return [self._changes(size, key, view) for view in range(self.views)]
+
     def _changes(self, size: tuple[int, int], key: str, view: int) -> Changes | None:
         if self.augment is None or (self.plain_first and view == 0):
             return None
         return self.augment.draw(size, random_numbers(*self.seeds, key, view))
 
+    def _spare(self, size: tuple[int, int], changes: Changes | None) -> float:
+        """By how much an image may be shrunk before a view is made."""
+        if changes is None:
+            return min(size) / (PLAIN_GAP * self.edge)
+        left, top, right, bottom = changes.box
+        return min(right - left, bottom - top) / (GAP * self.edge)
 
-def _times(box: Box, factors: tuple[float, float], size: tuple[int, int]) -> Box:
-    """A box at another size of its image."""
-    x, y = factors
-    return box[0] * x, box[1] * y, min(box[2] * x, size[0]), min(box[3] * y, size[1])
+    def _view(self, image: Image.Image, changes: Changes | None) -> Image.Image:
+        if self.augment is None or changes is None:
+            square = center_square(image, self.edge, self._whole)
+            return square.copy() if square is image else square
+        return self.augment.apply(image, changes, self.edge)
 
 
 _frames: ContextVar[Frames | None] = ContextVar("frames", default=None)
@@ -107,23 +112,3 @@ def framed(frames: Frames | None) -> Iterator[None]:
         yield
     finally:
         _frames.reset(token)
-
-
-WIDEST = 4
-"""Up to this aspect ratio an image is resized as a whole, then cropped: to the bit what CLIP's preprocessing does."""
-
-
-def center_square(image: Image.Image, size: int) -> Image.Image:
-    """Scale the shorter side of an image to `size` and crop the center, as transformers does for CLIP with Pillow."""
-    if image.size == (size, size):
-        return image
-    short = min(image.size)
-    width, height = (size * side // short for side in image.size)
-    left, top = (width - size) // 2, (height - size) // 2
-    if max(image.size) <= WIDEST * short:
-        whole = image.resize((width, height), Image.Resampling.BICUBIC)
-        return whole.crop((left, top, left + size, top + size)) if width != height else whole
-    # Resize only the part that is kept: scaling up a whole panorama could take gigabytes.
-    box = (left / width, top / height, (left + size) / width, (top + size) / height)
-    part = tuple(share * image.size[i % 2] for i, share in enumerate(box))
-    return image.resize((size, size), Image.Resampling.BICUBIC, box=part)  # type: ignore[arg-type]

@@ -22,7 +22,8 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from contratile.data.frames import Frames, center_square, current_frames
+from contratile.data.frames import Frames, current_frames
+from contratile.data.resize import center_square
 from contratile.data.sample import Broken
 
 MAX_PIXELS = 1 << 26
@@ -149,5 +150,21 @@ def stack(images: Sequence[Image.Image], size: int) -> Tensor:
 
 def normalise(pixels: Tensor, mean: Sequence[float] = CLIP_MEAN, std: Sequence[float] = CLIP_STD) -> Tensor:
     """Scale uint8 pixels to [0, 1], subtract the mean and divide by the standard deviation, per channel."""
-    shift, factor = (torch.tensor(x, device=pixels.device).view(3, 1, 1) for x in (mean, std))
-    return (pixels.float() / 255 - shift) / factor
+    if pixels.device.type == "cpu" and pixels.dtype == torch.uint8 and not torch.compiler.is_compiling():
+        return _normalised(pixels, mean, std)
+    shift, spread = (torch.tensor(x, device=pixels.device).view(3, 1, 1) for x in (mean, std))
+    return pixels.float() * (1 / (255 * spread)) - shift / spread
+
+
+def _normalised(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """The same on a CPU, image by image, so that each stays in the cache, and with numpy, which starts no threads.
+
+    Beside workers that keep the cores busy, torch's threads wait for each other: 7 instead of 0.5 ms per image.
+    """
+    shift, spread = (np.array(x, dtype=np.float32).reshape(3, 1, 1) for x in (mean, std))
+    factor, offset = 1 / (255 * spread), shift / spread
+    found = torch.empty(pixels.shape)
+    for place, image in zip(found.numpy(), pixels.numpy(), strict=True):
+        np.multiply(image, factor, out=place, dtype=np.float32)
+        np.subtract(place, offset, out=place)
+    return found

@@ -232,8 +232,8 @@ def _square(picture: Any, name: str, edge: int) -> Image:
     """The center square of a path, a Pillow image or a tensor."""
     from PIL import Image
 
-    from contratile.data.frames import center_square
     from contratile.data.images import decode
+    from contratile.data.resize import center_square
     from contratile.data.sample import Broken
 
     if isinstance(picture, Tensor):

@@ -1,8 +1,8 @@
 """Implementations that benchmarks compare, by what they compute.
 
 `loss` has those of the symmetric loss, `family` those of the other losses, `ring` those of the symmetric loss over
-ranks, and `cache` those of a training step in chunks. To add one, write a function that imports the package and returns
-the step, and add a record of it to the table at the end of the module.
+ranks, `cache` those of a training step in chunks, and `data` loaders. To add one, write a function that imports the
+package and returns the step, and add a record of it to the table at the end of the module.
 """
 
 from collections.abc import Callable, Iterable
