@@ -161,9 +161,7 @@ def test_the_negatives_of_sentence_transformers(rules: dict[str, Any], corpus: b
     theirs = mine_hard_negatives(data, Given(query, key), **options, **rules)  # type: ignore[arg-type]
     numbered = torch.tensor([[queries.index(i), keys.index(j)] for i, j in pairs.tolist()])
     ours = ct.mine_hard_negatives(query[queries], key[keys], positives=numbered, **rules)
-    want = {
-        (row["q"], row["k"][0]): (row["k"][1:], row["scores"][1:]) for row in theirs.to_list() if len(row["k"]) > 1
-    }
+    want = {(row["q"], row["k"][0]): (row["k"][1:], row["scores"][1:]) for row in theirs.to_list() if len(row["k"]) > 1}
     assert want
     got = {}
     for i, j in numbered.tolist():
@@ -197,7 +195,7 @@ def test_ranks_find_what_one_process_finds(queries: tuple[int, ...], keys: tuple
     query, key = whole(sum(queries), 6, seed=0), whole(sum(keys), 6, seed=1)
     pairs = pairs_of(len(query), len(key), seed=2)
     for rules in ({}, {"relative_margin": 0.2, "range_min": 1}, {"sampling": "random", "range_max": 12}):
-        want = ct.mine_hard_negatives(query, key, positives=pairs, group=None, **rules)  # type: ignore[arg-type]
+        want = ct.mine_hard_negatives(query, key, positives=pairs, group=None, **rules)
         parts = pool(len(queries)).run(mined, queries, keys, rules)
         for got, all_ in zip(zip(*parts, strict=True), want, strict=True):
             assert torch.equal(torch.cat(got), all_.nan_to_num(-99.0)), rules

@@ -71,7 +71,7 @@ def mine_hard_negatives(
         return [i[k][range_min:range_max][:num_negatives] for i, k in zip(index, keep)]
 
     with the rules and defaults of sentence-transformers' `mine_hard_negatives`, but without the N x M scores. Scores
-    are plain products: pass normalised features for cosines. Nothing is random unless `sampling="random"`, and the result
+    are plain products: pass normalised features for cosines. Nothing is random unless `sampling="random"`. The result
     does not depend on the tile or on how queries and keys are spread over ranks; among equal scores the key with the
     lower number comes first.
 
