@@ -145,9 +145,9 @@ def _encode(
 ) -> None:
     """Make the units of this process that are not done."""
     device = towers.log_scale.device
-    prepare = tuple(getattr(towers, each).prepare if each in sides else Skip() for each in ("left", "right"))
+    left, right = (getattr(towers, each).prepare if each in sides else Skip() for each in ("left", "right"))
     once: dict[str, Any] = {"shuffle": False, "epochs": 1, "drop_last": False, "training": False}
-    reader = Reader(source, prepare, batch=share.chunk, chunk=share.chunk, **once, **options)
+    reader = Reader(source, (left, right), batch=share.chunk, chunk=share.chunk, **once, **options)
     writer: UnitWriter | None = None
     seen = in_unit = 0
     for task, chunk, broken in reader.read(unit_tasks(source, share, before)):

@@ -28,6 +28,7 @@ from contratile.errors import bad_value
 from contratile.mining.hard_negatives import mine_hard_negatives
 from contratile.mining.options import Rules
 from contratile.models.towers import Towers
+from contratile.train.claim import claim
 
 FEATURES = "features.npy"
 EMBEDDED = "embedded.json"
@@ -117,8 +118,10 @@ def mine_source(
     check_table(out)
     pictures = Pictures.of(source, out)
     work = out.with_name(f".{out.name}.unfinished")
+    held = None
     if ranks.rank == 0:
         work.mkdir(exist_ok=True)
+        held = claim(work)
     ranks.wait()
     broken = _embed(towers, source, work, facts or {}, ranks, notify, embedding)
     features = work / FEATURES
@@ -148,6 +151,7 @@ def mine_source(
         )
         shutil.rmtree(work)
     ranks.wait()
+    del held
     return mined
 
 

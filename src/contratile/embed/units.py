@@ -37,7 +37,7 @@ class Row(NamedTuple):
     """Name of the left side; a text itself."""
 
     text: str
-    index: int | None
+    index: int | None  # type: ignore[assignment]  # hides tuple.index, which is not needed
     """Position in the source; None in a stream."""
 
 

@@ -45,7 +45,7 @@ class BestKeys:
 
     def _merge_(self, rows: Tensor, scores: Tensor, index: Tensor) -> None:
         """Insert scores and key numbers, one for each entry of `rows`, which ascends."""
-        there, counts = rows.unique_consecutive(return_counts=True)
+        there, counts = torch.unique_consecutive(rows, return_counts=True)
         line = torch.arange(len(there), device=rows.device).repeat_interleave(counts)
         place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[line] + self.k
         width = self.k + int(counts.max())

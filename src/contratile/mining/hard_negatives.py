@@ -151,7 +151,7 @@ class _Search:
         self.query, self.pairs, self.rules, self.window, self.ring = query, pairs, rules, window, ring
         self.dtype = torch.promote_types(query.dtype, torch.float32)
         self.total = sum(ring.sizes)
-        self.codes = (pairs[:, 0] * self.total + pairs[:, 1]).unique()  # sorted
+        self.codes = torch.unique(pairs[:, 0] * self.total + pairs[:, 1])  # sorted
         self.lowest = query.new_full((len(query),), torch.inf, dtype=self.dtype)
 
     def run(self, key: Tensor, first_query: int, tile: int, notify: Callable[[float], object]) -> HardNegatives:
@@ -187,7 +187,7 @@ class _Search:
 
     def _score_positives(self, key: Tensor, first: int) -> None:
         """Lower `lowest` to the scores of the positives in a block of keys that begins with number `first`."""
-        for part in self.pairs.split(ROWS):
+        for part in torch.split(self.pairs, ROWS):
             part = part[(part[:, 1] >= first) & (part[:, 1] < first + len(key))]
             queries, keys = part[:, 0], part[:, 1] - first
             scores = (self.query[queries].to(self.dtype) * key[keys].to(self.dtype)).sum(1)
@@ -225,7 +225,8 @@ class _Search:
             return torch.zeros_like(index, dtype=torch.bool)
         codes = (rows * self.total + index).where(index < self.total, -1)  # no pair has the code of a missing key
         place = torch.searchsorted(self.codes, codes).clamp_(max=len(self.codes) - 1)
-        return self.codes[place] == codes
+        found: Tensor = self.codes[place] == codes
+        return found
 
 
 def _check(query: Tensor, key: Tensor, positives: Tensor | None, tile: int | None) -> None:
@@ -238,7 +239,7 @@ def _check(query: Tensor, key: Tensor, positives: Tensor | None, tile: int | Non
         got = f"{len(query)} and {len(key)}"
         bad_value("query and key", expected="equally many rows without positives", got=got, remedy=remedy)
     for name, x in (("query", query), ("key", key)):
-        if not all(bool(part.isfinite().all()) for part in x.split(ROWS)):
+        if not all(bool(part.isfinite().all()) for part in torch.split(x, ROWS)):
             bad_value(name, expected="finite features", got="NaN or infinity", remedy="Check the encoder's outputs.")
 
 
