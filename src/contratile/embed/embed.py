@@ -122,6 +122,7 @@ def embed_source(
         _encode(towers, source, sides, units, share, before, options, notify)
     ranks.wait()
     done = units.done()
+    ranks.wait()  # all have read them, so that they can be removed
     _check_broken(source, done, broken_limit)
     rows = sum(unit.rows for unit in done.values())
     if ranks.rank == 0:

@@ -129,7 +129,7 @@ def mine_source(
     if len(pairs.first_key) < 2:
         remedy = "Every text but its own is a candidate."
         bad_value(f"texts of {source.name}", expected="at least two different ones", got=1, remedy=remedy)
-    _mine(features, pairs, rules, work, ranks, notify)
+    _mine(features, pairs, rules, work, ranks, notify, towers.log_scale.device)
     ranks.wait()
     mined = None
     if ranks.rank == 0:
@@ -192,7 +192,13 @@ def _embed(
 
 
 def _mine(
-    features: Path, pairs: Pairs, rules: Rules, work: Path, ranks: Ranks, notify: Callable[[str], object]
+    features: Path,
+    pairs: Pairs,
+    rules: Rules,
+    work: Path,
+    ranks: Ranks,
+    notify: Callable[[str], object],
+    device: torch.device,
 ) -> None:
     """Search the negatives of this rank's queries and write them to the work folder."""
     rank, world = ranks.rank, ranks.world
@@ -202,14 +208,14 @@ def _mine(
     # One row for each row of the data: its repeats count for the default window, as in sentence-transformers.
     positives = torch.stack([pairs.query[mine] - begin, pairs.key[mine]], 1)
     found = mine_hard_negatives(
-        _rows(features.with_suffix(".left.npy"), pairs.first_query[begin:end]),
-        _rows(features.with_suffix(".right.npy"), pairs.first_key[keys]),
-        positives=positives,
+        _rows(features.with_suffix(".left.npy"), pairs.first_query[begin:end]).to(device),
+        _rows(features.with_suffix(".right.npy"), pairs.first_key[keys]).to(device),
+        positives=positives.to(device),
         group="auto" if world > 1 else None,
         notify=lambda share: notify(f"mining: {share:.0%}"),
         **asdict(rules),
     )
-    torch.save(tuple(found), work / f"negatives-{rank}.pt")
+    torch.save(tuple(x.cpu() for x in found), work / f"negatives-{rank}.pt")
 
 
 def _rows(file: Path, rows: Tensor) -> Tensor:

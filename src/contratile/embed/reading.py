@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count, islice, takewhile
 from typing import Any
 
 from contratile.data.chunk_maker import Chunk
@@ -22,7 +22,7 @@ from contratile.embed.units import Unit
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """How samples are cut into units, and which units this process makes: `rank`, `rank + world`, ..."""
+    """How samples are cut into units, and who makes them: process `rank` every `world`-th one that is not done."""
 
     chunk: int
     chunks: int
@@ -36,6 +36,10 @@ class Share:
     def size(self) -> int:
         """Samples in a unit."""
         return self.chunk * self.chunks
+
+    def numbers(self, done: Mapping[int, Unit]) -> Iterator[int]:
+        """The numbers of this process's units, without end."""
+        return islice((number for number in count() if number not in done), self.rank, None, self.world)
 
 
 def unit_tasks(source: Indexed | Stream, share: Share, done: Mapping[int, Unit]) -> Iterator[ChunkTask]:
@@ -51,9 +55,8 @@ def unit_tasks(source: Indexed | Stream, share: Share, done: Mapping[int, Unit])
 
 def _of_indexed(source: Indexed, share: Share, done: Mapping[int, Unit]) -> Iterator[ChunkTask]:
     n = min(len(source), share.limit or len(source))
-    for number in range(share.rank, -(-n // share.size), share.world):
-        if number in done:
-            continue
+    units = -(-n // share.size)
+    for number in takewhile(lambda number: number < units, share.numbers(done)):
         end = min(n, (number + 1) * share.size)
         for start in range(number * share.size, end, share.chunk):
             stop = min(end, start + share.chunk)
@@ -61,8 +64,9 @@ def _of_indexed(source: Indexed, share: Share, done: Mapping[int, Unit]) -> Iter
 
 
 def _of_stream(source: Stream, share: Share, done: Mapping[int, Unit]) -> Iterator[ChunkTask]:
-    first = next(number for number in count(share.rank, share.world) if number not in done)
-    before = max((number for number in done if number < first), default=-1)
+    mine = share.numbers(done)
+    wanted = next(mine)
+    before = max((number for number in done if number < wanted), default=-1)
     cursor = done[before].cursor if before >= 0 else None
     if before >= 0 and done[before].seen < share.size:
         return  # the stream ended in this unit
@@ -70,17 +74,18 @@ def _of_stream(source: Stream, share: Share, done: Mapping[int, Unit]) -> Iterat
     if share.limit:
         records = islice(records, share.limit - (before + 1) * share.size)
     for number in count(before + 1):
-        wanted = number % share.world == share.rank and number not in done
         for place in range(share.chunks):
             taken = list(islice(records, share.chunk))
             if not taken and place == 0:
                 return
             cursor = taken[-1][1] if taken else cursor
             last = len(taken) < share.chunk or place + 1 == share.chunks
-            if wanted:
+            if number == wanted:
                 yield ChunkTask([record for record, _ in taken], 0, number, last, {"cursor": cursor})
             if len(taken) < share.chunk:
                 return
+        if number == wanted:
+            wanted = next(mine)
 
 
 class Reader(Loader):
