@@ -116,7 +116,10 @@ class Drawn:
 
 
 def test_pictures_that_are_not_files_are_written(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "mined-images").mkdir()
+    (tmp_path / "mined-images" / "00000000.png").write_bytes(b"of an earlier time")
     mine_source(load_run(folder / "run").towers, Drawn(), tmp_path / "mined.jsonl", Rules(num_negatives=2))
+    assert len(list((tmp_path / "mined-images").iterdir())) == 6, "equal pictures are written once"
     source = Table(tmp_path / "mined.jsonl", "train", test_share=None)
     assert len(source) == 12
     for index in range(12):

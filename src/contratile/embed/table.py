@@ -45,6 +45,7 @@ class Pictures:
     def __init__(self, source: Indexed, base: Path | None, out: Path) -> None:
         self.source, self.base, self.out = source, base, out.absolute()
         self.folder = out.absolute().with_name(f"{out.stem}-images")
+        self._written: dict[str, Path] = {}  # by name: equal names mean the same picture
 
     @classmethod
     def of(cls, source: Indexed | Stream, out: Path) -> Pictures | None:
@@ -67,16 +68,19 @@ class Pictures:
         if self.base is not None and name and (self.base / name).is_file():
             found = (self.base / name).absolute()
         else:
-            found = self.folder / f"{index:08d}.png"
-            if not found.exists():
-                self.folder.mkdir(exist_ok=True)
-                picture: Any = self.source[index].left
-                with written_whole(found) as draft, draft.open("wb") as file:
-                    picture.save(file, "PNG")
+            found = self._written.get(name) or self._write(name, index)
         try:
             return Path(os.path.relpath(found, self.out.parent)).as_posix()
         except ValueError:  # another drive
             return str(found)
+
+    def _write(self, name: str, index: int) -> Path:
+        self.folder.mkdir(exist_ok=True)
+        path = self._written[name] = self.folder / f"{index:08d}.png"
+        picture: Any = self.source[index].left
+        with written_whole(path) as draft, draft.open("wb") as file:
+            picture.save(file, "PNG")
+        return path
 
 
 class Lines:
