@@ -295,3 +295,38 @@ def test_memory_does_not_grow_with_the_keys() -> None:
         assert done.returncode == 0, done.stderr
         peaks.append(int(done.stdout))
     assert max(peaks) < 48 << 20 and abs(peaks[1] - peaks[0]) < 12 << 20, peaks
+
+
+MILLION = """
+import torch, contratile as ct
+from contratile.host_memory import peak_growth
+torch.manual_seed(0)
+query, key = (torch.nn.functional.normalize(torch.randn(1_000_000, 64)) for _ in range(2))
+ct.mine_hard_negatives(query[:3000], key[:3000])
+class Enough(Exception): pass
+def notify(share):
+    raise Enough
+def begin():
+    try:
+        ct.mine_hard_negatives(query, key, notify=notify)
+    except Enough:
+        pass
+print(peak_growth(begin))
+few = torch.arange(0, 1_000_000, 31_250)
+found = ct.mine_hard_negatives(query[few], key, positives=few)
+scores = query[few] @ key.t()
+scores[torch.arange(len(few)), few] = -2
+best = scores.topk(5)
+print(int(((best.indices != found.indices) & (best.values != found.scores)).sum()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is measured on Linux")
+def test_a_million_queries_and_keys() -> None:
+    """Memory is complete after the first row of tiles; the result of all queries is a part of it."""
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run([sys.executable, "-c", MILLION], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    peak, different = map(int, done.stdout.split())
+    assert 60e6 < peak < 160 << 20 and different == 0, (peak, different)
