@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import contratile as ct
-from contratile import data, train
+from contratile import data, embed, train
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -57,7 +57,7 @@ def snippets(page: str) -> list[str]:
     return [code for code in found if not any(word in code for word in ELSEWHERE)]
 
 
-@pytest.mark.parametrize("page", ["index.md", "evaluate.md", "api.md", "api-reference.md"])
+@pytest.mark.parametrize("page", ["index.md", "evaluate.md", "mine.md", "api.md", "api-reference.md"])
 def test_snippets_run(page: str) -> None:
     given = names()
     assert snippets(page)
@@ -122,7 +122,7 @@ def test_front_page_is_short_and_promises_no_package_index() -> None:
     assert not re.search(r"pip install \"?contratile", pages)
 
 
-@pytest.mark.parametrize("module", [ct, data, train, ct.reference], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [ct, data, embed, train, ct.reference], ids=lambda module: module.__name__)
 def test_every_public_name_has_an_entry_in_the_api_reference(module: ModuleType) -> None:
     entries = set(re.findall(r"^::: (\S+)$", "\n".join(x.read_text() for x in DOCS.glob("api*.md")), re.MULTILINE))
     public = [

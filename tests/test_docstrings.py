@@ -13,6 +13,7 @@ MODULES = (
     "contratile.integrations.open_clip",
     "contratile.integrations.pytorch_metric_learning",
     "contratile.integrations.sentence_transformers.ranking",
+    "contratile.mining.hard_negatives",
     "contratile.models.towers",
     "contratile.planner",
     "contratile.planner.candidates",

@@ -28,6 +28,8 @@ from contratile.metrics import mean_average_precision as mean_average_precision
 from contratile.metrics import nearest as nearest
 from contratile.metrics import retrieval_metrics as retrieval_metrics
 from contratile.metrics import zero_shot_metrics as zero_shot_metrics
+from contratile.mining import HardNegatives as HardNegatives
+from contratile.mining import mine_hard_negatives as mine_hard_negatives
 
 __version__ = "0.2.0"
 

@@ -75,6 +75,20 @@ COMMANDS = (
         "contratile export runs/icons --to transformers --out icons-clip",
     ),
     Command(
+        "embed",
+        "write the features of any data to disk with a trained pair of encoders",
+        "contratile.cli.embed:embed",
+        "contratile.cli.embed:parser",
+        "contratile embed runs/icons photos.csv --out features.npy",
+    ),
+    Command(
+        "mine",
+        "find hard negatives of any data with a trained pair of encoders, as a table to train on",
+        "contratile.cli.mine:mine",
+        "contratile.cli.mine:parser",
+        "contratile mine runs/words pairs.csv --out mined.jsonl --num-negatives 5 --relative-margin 0.05",
+    ),
+    Command(
         "tiles",
         "show how a score matrix is cut into tiles on this machine",
         "contratile.cli.tiles:tiles",

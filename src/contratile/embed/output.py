@@ -1,0 +1,124 @@
+"""The files that embedding writes: features as .npy or .parquet, and their keys beside them.
+
+    output = Output.of(Path("features.npy"), ("left",))
+    output.write(units)                          # features.npy, features.keys.jsonl
+
+Units are copied one after the other, so that memory does not grow with the number of rows.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from contratile.data.files import written_whole
+from contratile.data.sample import need
+from contratile.embed.units import Row, Unit, Units
+from contratile.errors import bad_value
+
+SUFFIXES = (".npy", ".parquet")
+
+
+class Output(NamedTuple):
+    """The files of some features."""
+
+    features: dict[str, Path]
+    """By side. All sides of a .parquet are in one file."""
+
+    keys: Path | None
+    """JSON lines, one for each row of features; None if they are in the .parquet too."""
+
+    broken: Path
+    """JSON lines: key and reason of samples that were left out. Not there if none was."""
+
+    @classmethod
+    def of(cls, out: Path, sides: tuple[str, ...]) -> Output:
+        """The files for `--out`.
+
+        Raises:
+            ValueError: It is neither .npy nor .parquet, or its folder does not exist.
+        """
+        if out.suffix not in SUFFIXES:
+            remedy = "Choose a name such as features.npy or features.parquet."
+            bad_value("--out", expected=f"a name that ends in {' or '.join(SUFFIXES)}", got=out, remedy=remedy)
+        if out.is_dir() or not out.absolute().parent.is_dir():
+            got = f"the folder {out}" if out.is_dir() else f"{out}, whose folder does not exist"
+            bad_value("--out", expected="the name of a file to write", got=got, remedy="Choose another name.")
+        broken = out.with_suffix(".broken.jsonl")
+        if out.suffix == ".parquet":
+            need("pyarrow.parquet")  # before the work, not after it
+            return cls(dict.fromkeys(sides, out), None, broken)
+        names = [out] if len(sides) == 1 else [out.with_suffix(f".{side}.npy") for side in sides]
+        return cls(dict(zip(sides, names, strict=True)), out.with_suffix(".keys.jsonl"), broken)
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that exist after `write`, features first."""
+        files = [*dict.fromkeys(self.features.values()), *filter(None, [self.keys])]
+        return files + [self.broken] * self.broken.exists()
+
+    def write(self, units: Units, done: dict[int, Unit]) -> None:
+        """Write all units, in order. The features appear last."""
+        self._write_broken(done)
+        if self.keys is None:
+            self._write_parquet(units, done)
+        else:
+            self._write_arrays(units, done)
+
+    def _write_broken(self, done: dict[int, Unit]) -> None:
+        self.broken.unlink(missing_ok=True)  # of an earlier time
+        if any(unit.broken for unit in done.values()):
+            with written_whole(self.broken) as draft, draft.open("w", encoding="utf-8") as file:
+                for unit in done.values():
+                    file.writelines(json.dumps({"key": key, "reason": reason}) + "\n" for key, reason in unit.broken)
+
+    def _write_arrays(self, units: Units, done: dict[int, Unit]) -> None:
+        assert self.keys is not None
+        rows = sum(unit.rows for unit in done.values())
+        with ExitStack() as stack:
+            # Entered first, renamed last.
+            for side, path in self.features.items():
+                file: BinaryIO = stack.enter_context(stack.enter_context(written_whole(path)).open("wb"))
+                write_header(file, (rows, units.widths[side]))
+                for number in done:
+                    with units.file(number, side).open("rb") as part:
+                        shutil.copyfileobj(part, file)
+            keys = stack.enter_context(stack.enter_context(written_whole(self.keys)).open("wb"))
+            for number in done:
+                with units.file(number, "rows").open("rb") as part:
+                    shutil.copyfileobj(part, keys)
+
+    def _write_parquet(self, units: Units, done: dict[int, Unit]) -> None:
+        import numpy as np
+
+        arrow, parquet = need("pyarrow"), need("pyarrow.parquet")
+        texts = [(name, arrow.string()) for name in ("key", "name", "text")]
+        sides = [(side, arrow.list_(arrow.float32(), units.widths[side])) for side in self.features]
+        schema = arrow.schema([*texts, ("index", arrow.int64()), *sides])
+        path = next(iter(self.features.values()))
+        with written_whole(path) as draft, parquet.ParquetWriter(draft, schema) as writer:
+            for number in done:
+                columns: dict[str, Any] = _columns(units.rows(number))
+                for side, kind in sides:
+                    flat = arrow.array(np.fromfile(units.file(number, side), dtype="<f4"), arrow.float32())
+                    columns[side] = arrow.FixedSizeListArray.from_arrays(flat, type=kind)
+                if columns["key"]:
+                    writer.write_table(arrow.table(columns, schema=schema))
+
+
+def write_header(file: BinaryIO, shape: tuple[int, int]) -> None:
+    """Begin a .npy file of little-endian float32."""
+    from numpy.lib import format as npy
+
+    npy.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
+
+
+def _columns(rows: list[Row]) -> dict[str, Any]:
+    """Texts by column. Names of files may hold bytes that are not UTF-8."""
+    columns: dict[str, Any] = {
+        name: [getattr(row, name).encode(errors="replace").decode() for row in rows] for name in ("key", "name", "text")
+    }
+    return columns | {"index": [row.index for row in rows]}

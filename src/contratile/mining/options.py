@@ -1,0 +1,69 @@
+"""Options of mining: which of a query's nearest keys are hard negatives, as sentence-transformers defines them.
+
+window = Window.of(Rules(num_negatives=5, relative_margin=0.05), positives=1)
+window.search                                   # nearest keys to look at
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+from contratile.errors import bad_type, bad_value, check_choice, check_count
+
+Sampling: TypeAlias = Literal["top", "random"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """The rules of `mine_hard_negatives`. The fields are its arguments."""
+
+    num_negatives: int = 5
+    range_min: int = 0
+    range_max: int | None = None
+    absolute_margin: float | None = None
+    relative_margin: float | None = None
+    min_score: float | None = None
+    max_score: float | None = None
+    sampling: Sampling = "top"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_count("num_negatives", self.num_negatives, least=1)
+        check_count("range_min", self.range_min, least=0)
+        check_count("seed", self.seed, least=0)
+        check_choice("sampling", self.sampling, get_args(Sampling))
+        if self.range_max is not None:
+            check_count("range_max", self.range_max, least=1)
+            if self.num_negatives > self.range_max - self.range_min:
+                least = self.range_min + self.num_negatives
+                remedy = "Raise it, or lower num_negatives or range_min."
+                expected = f"at least range_min + num_negatives = {least}"
+                bad_value("range_max", expected=expected, got=self.range_max, remedy=remedy)
+        for name in ("absolute_margin", "relative_margin", "min_score", "max_score"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                bad_type(name, expected="a number", got=type(value).__name__, remedy="Leave it out for no such limit.")
+            if not math.isfinite(value):
+                bad_value(name, expected="a finite number", got=value, remedy="Leave it out for no such limit.")
+
+
+class Window(NamedTuple):
+    """How many of the nearest keys are looked at, and which of the remaining ones are used."""
+
+    search: int
+    """Nearest keys of each query that are looked at, positives included."""
+
+    end: int
+    """Only this many of the keys that pass the rules are used."""
+
+    @classmethod
+    def of(cls, rules: Rules, positives: int) -> "Window":
+        """The window, if a query has at most so many positives. Its default size is that of sentence-transformers."""
+        end = rules.range_max
+        if end is None:
+            strict = any(x is not None for x in (rules.absolute_margin, rules.relative_margin, rules.max_score))
+            # With a margin some candidates are skipped: look at more.
+            end = rules.range_min + rules.num_negatives * (10 if strict else 1) + positives
+        return cls(end + positives, end)

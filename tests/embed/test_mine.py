@@ -1,0 +1,182 @@
+"""`contratile mine`: the negatives of a dense search, in a table that `contratile train` reads."""
+
+import json
+import subprocess
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from contratile.cli import main
+from contratile.data.catalog import DataConfig, open_source
+from contratile.data.sample import Kinds, Sample
+from contratile.data.tables import Table
+from contratile.embed import mine as mining
+from contratile.embed.mine import mine_source
+from contratile.mining.options import Rules
+from contratile.models.encoding import encode, matches
+from contratile.train.load import load_run
+from contratile.train.loop import Trainer
+from tests.mining.dense import candidates
+from tests.ranks import launch_environment, torchrun
+from tests.train.runs import COLOURS, SHAPES, losses, shapes, small
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run, and a table in which captions and pictures occur several times."""
+    folder = tmp_path_factory.mktemp("mine")
+    table = shapes(folder / "shapes")
+    Trainer(small(table, folder / "run", steps=20, warmup=0)).run()
+    lines = table.read_text().splitlines()
+    repeated = [f"{line.split(',')[0]},{line.split(',')[1].split(' of ')[0]}" for line in lines[1::2]]
+    (folder / "shapes" / "repeated.csv").write_text("\n".join([*lines, *repeated, *repeated[:5]]) + "\n")
+    return folder
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def expected(folder: Path, rules: Rules) -> dict[tuple[str, str], list[str]]:
+    """The negatives of every pair (picture, caption), from all scores."""
+    towers = load_run(folder / "run").towers
+    found = encode(towers, Table(folder / "shapes" / "repeated.csv", "train", test_share=None), chunk=256)
+    groups = matches(found)
+    names, texts = list(dict.fromkeys(found.names)), list(dict.fromkeys(found.texts))
+    pairs = torch.tensor([[names.index(n), texts.index(t)] for n, t in zip(found.names, found.texts, strict=True)])
+    options = {name: value for name, value in asdict(rules).items() if name not in ("sampling", "seed")}
+    lists = candidates(found.left[groups.left], found.right[groups.right], pairs, **options)
+    return {(names[q], texts[k]): [texts[i] for i in lists[q][: rules.num_negatives]] for q, k in pairs.tolist()}
+
+
+@pytest.mark.parametrize(
+    "rules", [Rules(num_negatives=4), Rules(num_negatives=3, relative_margin=0.02, range_min=1)], ids=str
+)
+def test_the_negatives_of_a_dense_search(folder: Path, tmp_path: Path, rules: Rules) -> None:
+    towers = load_run(folder / "run").towers
+    source = Table(folder / "shapes" / "repeated.csv", "train", test_share=None)
+    mined = mine_source(towers, source, tmp_path / "mined.jsonl", rules, scores=True)
+    assert mined is not None and (mined.pairs, mined.queries, mined.keys) == (149, 96, 96 + 32)
+    want, rows = expected(folder, rules), rows_of(tmp_path / "mined.jsonl")
+    assert len(rows) == 149
+    for row in rows:
+        path = (tmp_path / row["image"]).resolve()
+        assert path.is_file() and path.parent == (folder / "shapes").resolve()
+        assert row["negatives"] == want[path.name, row["caption"]]
+        assert len(row["scores"]) == 1 + len(row["negatives"])
+        assert row["scores"][1:] == sorted(row["scores"][1:], reverse=True)
+    known = {(Path(row["image"]).name, row["caption"]) for row in rows}
+    assert not [row for row in rows if any((Path(row["image"]).name, text) in known for text in row["negatives"])]
+    assert len(rows[0]["negatives"]) == max(len(row["negatives"]) for row in rows)
+    assert mined.negatives == sum(len(row["negatives"]) for row in rows)
+    assert [path.name for path in tmp_path.iterdir()] == ["mined.jsonl"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_train_reads_the_table(
+    folder: Path, tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From another folder than where training ran."""
+    if suffix == ".parquet":
+        pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    out = f"mined{suffix}"
+    command = ["mine", str(folder / "run"), str(folder / "shapes" / "repeated.csv"), "--out", out]
+    assert main([*command, "--num-negatives", "3", "--absolute-margin", "0.01"]) == 0
+    told = capsys.readouterr().out
+    assert "149 pairs of 96 left sides and 128 texts" in told and "hard negatives, weights of step 20" in told
+    source: Any = open_source(DataConfig(data=out), "train")
+    assert source.traits.negatives == "text" and source.traits.negatives_count == 3
+    assert source.kinds == ("image", "text") and len(source[0].negatives) == 3
+    Trainer(small(Path(out), tmp_path / "again", steps=2)).run()
+    assert len(losses(tmp_path / "again")) == 2
+    Trainer(small(Path(out), tmp_path / "without", steps=2, num_negatives=0)).run()
+    assert losses(tmp_path / "again")[0] > losses(tmp_path / "without")[0], "negatives add to the loss"
+
+
+class Drawn:
+    """Pictures that are not files."""
+
+    kinds: Kinds = ("image", "text")
+    name = "drawn"
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Sample:
+        colour = COLOURS[index % 6]
+        return Sample(Image.new("RGB", (16, 16), colour), f"{colour} {SHAPES[index // 6]}", f"{index}", name=colour)
+
+    def texts(self) -> Any:
+        return iter(())
+
+
+def test_pictures_that_are_not_files_are_written(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "mined-images").mkdir()
+    (tmp_path / "mined-images" / "00000000.png").write_bytes(b"of an earlier time")
+    mine_source(load_run(folder / "run").towers, Drawn(), tmp_path / "mined.jsonl", Rules(num_negatives=2))
+    assert len(list((tmp_path / "mined-images").iterdir())) == 6, "equal pictures are written once"
+    source = Table(tmp_path / "mined.jsonl", "train", test_share=None)
+    assert len(source) == 12
+    for index in range(12):
+        sample, original = source[index], Drawn()[index]
+        assert sample.right == original.right and len(sample.negatives) == 2
+        assert sample.left.convert("RGB").tobytes() == original.left.tobytes()  # type: ignore[union-attr]
+        assert not any(str(text).startswith(COLOURS[index % 6]) for text in sample.negatives)
+
+
+def test_an_interrupted_search_does_not_encode_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    towers = load_run(folder / "run").towers
+    source = Table(folder / "shapes" / "pairs.csv", "train", test_share=None)
+    mine_source(towers, source, tmp_path / "whole.jsonl", Rules())
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(mining, "mine_hard_negatives", interrupted)
+        mine_source(towers, source, tmp_path / "mined.jsonl", Rules())
+    told: list[str] = []
+    mine_source(towers, source, tmp_path / "mined.jsonl", Rules(), notify=told.append)
+    assert not [text for text in told if text.startswith("encoding")] and told[-1] == "writing"
+    assert (tmp_path / "mined.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mined.jsonl", "whole.jsonl"]
+
+
+def test_processes_share_the_work(folder: Path, tmp_path: Path) -> None:
+    words = ["mine", str(folder / "run"), str(folder / "shapes" / "repeated.csv"), "--chunk", "8", "--range-min", "1"]
+    assert main([*words, "--out", str(tmp_path / "alone.jsonl")]) == 0
+    command = [*torchrun(3, tmp_path), "-m", "contratile", *words, "--out", "mined.jsonl"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=launch_environment(), capture_output=True, text=True, check=False, timeout=500
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "mined.jsonl").read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--out mined.csv", "--out: expected a name that ends in .jsonl or .parquet"),
+        ("--out mined.jsonl --num-negatives 0", "num_negatives: expected at least 1"),
+        ("--out mined.jsonl --range-max 3", "range_max: expected at least range_min + num_negatives = 5, got 3"),
+    ],
+)
+def test_refused(
+    folder: Path,
+    tmp_path: Path,
+    words: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["mine", str(folder / "run"), str(folder / "shapes" / "pairs.csv"), *words.split()]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
