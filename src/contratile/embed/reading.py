@@ -60,7 +60,7 @@ def _of_indexed(source: Indexed, share: Share, done: Mapping[int, Unit]) -> Iter
         end = min(n, (number + 1) * share.size)
         for start in range(number * share.size, end, share.chunk):
             stop = min(end, start + share.chunk)
-            yield ChunkTask(list(range(start, stop)), 0, number, stop == end, {"cursor": None})
+            yield ChunkTask(list(range(start, stop)), 0, number, stop == end, {"cursor": None}, [0] * (stop - start))
 
 
 def _of_stream(source: Stream, share: Share, done: Mapping[int, Unit]) -> Iterator[ChunkTask]:
@@ -81,7 +81,8 @@ def _of_stream(source: Stream, share: Share, done: Mapping[int, Unit]) -> Iterat
             cursor = taken[-1][1] if taken else cursor
             last = len(taken) < share.chunk or place + 1 == share.chunks
             if number == wanted:
-                yield ChunkTask([record for record, _ in taken], 0, number, last, {"cursor": cursor})
+                found = [record for record, _ in taken]
+                yield ChunkTask(found, 0, number, last, {"cursor": cursor}, [0] * len(taken))
             if len(taken) < share.chunk:
                 return
         if number == wanted:
