@@ -8,6 +8,7 @@ import json
 import random
 import re
 import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,6 +22,7 @@ from contratile.report import tracker_starts
 from contratile.report.tracker_starts import Start, Started
 from contratile.report.trackers import TRACKERS, check_trackers, chosen_trackers, flat
 from contratile.report.tracking import Tracker, history
+from tests.processes import until
 
 FACTS = {"loss": 8.25, "scale": 14.29, "lr": 1e-3, "pairs": 4096.0, "seconds": 2.0, "epoch": 0}
 CONFIG = {
@@ -170,12 +172,13 @@ def test_a_tracker_that_fails_is_left_out(heard: type[Heard], tmp_path: Path, ca
 # --- resumed runs -------------------------------------------------------------------------------------------------
 
 
-def steps_of_two_parts(out: Path, *names: str, **options: Any) -> None:
+def steps_of_two_parts(out: Path, *names: str, pause: float = 0.0, **options: Any) -> None:
     """A run that ended at step 3, and resumes from a checkpoint of step 2."""
     with tracked(out, *names, **options) as tracker:
         tracker.evaluation(0, {"R@1": 0.5})
         for step in (1, 2, 3):
             tracker.step(step, FACTS | {"loss": float(step)})
+    time.sleep(pause)
     with tracked(out, *names, step=2, **options) as tracker:
         for step in (3, 4):
             tracker.step(step, FACTS | {"loss": 10.0 * step})
@@ -245,20 +248,24 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @foreign_warnings
+@pytest.mark.slow
 def test_wandb_offline(alone: Path) -> None:
     """The second folder has everything, under the id of the first."""
     pytest.importorskip("wandb")
-    steps_of_two_parts(alone, "wandb")
+    steps_of_two_parts(alone, "wandb", pause=1.1)  # folders are named by the second
     run = json.loads((alone / TRACKERS).read_text())["wandb"]
-    files = list((alone / "wandb").glob(f"offline-run-*-{run}/run-{run}.wandb"))
-    assert len(files) in (1, 2)  # two in one second share a name
-    content = max((file.read_bytes() for file in files), key=len)
+    files = sorted((alone / "wandb").glob(f"offline-run-*-{run}/run-{run}.wandb"))
+    assert len(files) == 2
+    # wandb's own process writes the file, and may still be busy with it.
+    assert until(lambda: b"0.75" in files[-1].read_bytes(), 60), files[-1].read_bytes()
+    content = files[-1].read_bytes()
     assert content.count(b"train/loss") >= 4 and content.count(b"eval/R@1") >= 2
-    for text in (b"optim.betas", b"0.9, 0.98", b"0.75"):
+    for text in (b"optim.betas", b"0.9, 0.98"):
         assert text in content
 
 
 @foreign_warnings
+@pytest.mark.slow
 def test_mlflow_in_the_folder_of_the_run(alone: Path) -> None:
     pytest.importorskip("mlflow")
     for out in (alone, alone.parent / "second"):  # mlflow keeps its address in the environment
@@ -275,6 +282,7 @@ def test_mlflow_in_the_folder_of_the_run(alone: Path) -> None:
 
 
 @foreign_warnings
+@pytest.mark.slow
 def test_trackio_on_this_machine(alone: Path) -> None:
     trackio = pytest.importorskip("trackio")
     steps_of_two_parts(alone, "trackio")

@@ -66,7 +66,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_tells_its_tracker_everything(table: Path, out: Path) -> None:
     trainer = Trainer(small(table, out, steps=3, track=("witness",), betas=(0.9, 0.95)))
-    assert any(line.startswith("tracked by") and line.endswith("witness") for line in header(trainer))
+    assert any(line.startswith("trackers") and line.endswith("witness") for line in header(trainer))
     trainer.run()
     told = [(step, {name.partition("/")[2]: x for name, x in values.items()}) for step, values in Witness.steps]
     assert told == [(entry.pop("step"), entry) for entry in history(out)] and len(told) == 5

@@ -59,7 +59,8 @@ def pair_stats(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
 
 def _is_small(ring: Ring, x: Inputs, spec: Spec) -> bool:
     """Whether all scores fit into SMALL bytes on a CPU, where a product costs more than reading its scores again."""
-    return x.query.is_cpu and spec.tile is None and x.query.shape[0] * sum(ring.sizes) * 4 <= SMALL
+    mine = x.query.is_cpu and spec.backend != "triton" and spec.tile is None
+    return mine and x.query.shape[0] * sum(ring.sizes) * 4 <= SMALL
 
 
 def _wants_grad(x: Inputs) -> bool:
