@@ -99,7 +99,7 @@ def of_config(config: Any, title: str = "") -> list[Section]:
 
 def _of_action(action: argparse.Action) -> Option:
     if not action.option_strings:
-        names = f"`{action.dest.upper()}{' ...' if action.nargs == '+' else ''}`"
+        names = f"`{action.dest.upper()}{' ...' if action.nargs in ('+', '*') else ''}`"
     else:
         names = ", ".join(f"`{name}`" for name in action.option_strings)
     if action.nargs == 0:
