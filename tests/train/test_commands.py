@@ -2,14 +2,17 @@
 
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 
 from contratile.cli import main
+from contratile.cli.serve import parser as serve_parser
 from contratile.data.catalog import DataConfig, open_source
 from contratile.data.loader import Batch
 from contratile.data.rows import Subset
@@ -43,6 +46,19 @@ def test_a_run_leaves_its_files(run: Path) -> None:
         assert sheet.size[0] > 200
     page = (run / "report.html").read_text(encoding="utf-8")
     assert "data:image/png;base64," in page and "a dense loss would have taken" in page
+
+
+def test_the_last_lines_load_and_serve_the_model(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = tmp_path / "it's a run"
+    shutil.copytree(run, copy, symlinks=True)
+    (copy / "finished.json").unlink()
+    assert main(["train", "--config", str(copy / "config.toml"), "--out", str(copy)]) == 0
+    load, serve = capsys.readouterr().out.splitlines()[-2:]
+    names: dict[str, Any] = {}
+    exec(load.removeprefix("load the model in Python: "), names)
+    assert names["model"].encode_text(["red"]).shape == (1, names["model"].width)
+    words = shlex.split(serve.removeprefix("search it in the browser: "))
+    assert words == ["contratile", "serve", str(copy)] and serve_parser().parse_args(words[2:]).run == copy
 
 
 def test_nothing_is_left_to_do(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

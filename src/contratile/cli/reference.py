@@ -111,6 +111,7 @@ def _of_action(action: argparse.Action) -> Option:
         value = {"_positive": "INT", "int": "INT", "_device": "DEVICE", "Path": "PATH"}.get(
             getattr(action.type, "__name__", ""), "TEXT"
         )
+        value += " ..." if action.option_strings and action.nargs == "+" else ""
     about, _, default = (action.help or "").partition(" (default: ")
     default = "required" if action.required and action.option_strings else default.removesuffix(")")
     return Option(names, value, default, about)

@@ -91,14 +91,21 @@ class Server(ThreadingHTTPServer):
             self.shutdown_request(request)
             return
         self._open[request] = time.monotonic()
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no more threads
+            self._closed(request)
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._open.pop(request, None)
-            self._slots.release()
+            self._closed(request)
+
+    def _closed(self, request: socket.socket) -> None:
+        self._open.pop(request, None)
+        self._slots.release()
 
     def service_actions(self) -> None:
         """Cut connections that are past their deadline: one byte every few seconds would hold a thread for ever."""
