@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -317,6 +318,7 @@ def test_connections_that_say_nothing_do_not_block_others(
 ) -> None:
     """Beyond the limit of connections the answer is 503, and after the deadline the silent ones are cut."""
     monkeypatch.setattr(serving_module, "DEADLINE", 1e9)
+    monkeypatch.setattr(serving_module.Handler, "timeout", None)
     server = serving(pictures)
     address = ("127.0.0.1", server.server_port)
     silent = [socket.create_connection(address, timeout=60) for _ in range(serving_module.MAX_CONNECTIONS)]
@@ -334,15 +336,28 @@ def test_connections_that_say_nothing_do_not_block_others(
             raw.close()
 
 
+def test_a_silent_connection_is_closed(pictures: Finder, serving: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving_module.Handler, "timeout", 0.1)
+    with socket.create_connection(("127.0.0.1", serving(pictures).server_port), timeout=60) as raw:
+        raw.sendall(b"GET / HTTP/1.1\r\nHost: local")
+        assert raw.recv(1) == b""
+
+
 # --- the command --------------------------------------------------------------------------------------------------
 
 
-def test_the_command_serves_from_another_folder_until_interrupted(pictures_run: Path, tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "contratile", "serve", str(pictures_run), "--port", "0"]
-    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def test_the_command_serves_a_moved_run_without_its_data_until_interrupted(pictures_run: Path, tmp_path: Path) -> None:
+    moved, elsewhere = tmp_path / "moved", tmp_path / "elsewhere"
+    shutil.copytree(pictures_run, moved, symlinks=True)
+    options = (moved / "config.toml").read_text(encoding="utf-8")
+    assert str(pictures_run.parent / "shapes") in options
+    (moved / "config.toml").write_text(options.replace(str(pictures_run.parent / "shapes"), "/nowhere"))
+    elsewhere.mkdir()
+    words = [sys.executable, "-m", "contratile", "serve", "../moved", "--port", "0"]
+    process = subprocess.Popen(words, cwd=elsewhere, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        assert "96 image items" in process.stdout.readline()
+        assert process.stdout.readline().startswith("moved: 96 image items")
         line = process.stdout.readline()
         port = int(line.split("127.0.0.1:")[1].split("/")[0])
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
@@ -355,7 +370,7 @@ def test_the_command_serves_from_another_folder_until_interrupted(pictures_run: 
     finally:
         process.kill()
         process.communicate()
-    assert list(tmp_path.iterdir()) == []
+    assert list(elsewhere.iterdir()) == []
 
 
 def test_a_port_that_is_taken_or_impossible(pictures: Finder, monkeypatch: pytest.MonkeyPatch) -> None:
