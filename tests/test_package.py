@@ -64,6 +64,7 @@ def clean(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_has_recipes_and_types(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {f"contratile/recipes/{name}.toml" for name in recipe_names()} <= set(names)
+    assert {f"contratile/serve/page.{kind}" for kind in ("html", "css", "js")} <= set(names)
     assert "contratile/py.typed" in names
     assert all(name.startswith(("contratile/", "contratile-")) for name in names)
 

@@ -2,14 +2,17 @@
 
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 
 from contratile.cli import main
+from contratile.cli.serve import parser as serve_parser
 from contratile.data.catalog import DataConfig, open_source
 from contratile.data.loader import Batch
 from contratile.data.rows import Subset
@@ -43,6 +46,19 @@ def test_a_run_leaves_its_files(run: Path) -> None:
         assert sheet.size[0] > 200
     page = (run / "report.html").read_text(encoding="utf-8")
     assert "data:image/png;base64," in page and "a dense loss would have taken" in page
+
+
+def test_the_last_lines_load_and_serve_the_model(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = tmp_path / "it's a run"
+    shutil.copytree(run, copy, symlinks=True)
+    (copy / "finished.json").unlink()
+    assert main(["train", "--config", str(copy / "config.toml"), "--out", str(copy)]) == 0
+    load, serve = capsys.readouterr().out.splitlines()[-2:]
+    names: dict[str, Any] = {}
+    exec(load.removeprefix("load the model in Python: "), names)
+    assert names["model"].encode_text(["red"]).shape == (1, names["model"].width)
+    words = shlex.split(serve.removeprefix("search it in the browser: "))
+    assert words == ["contratile", "serve", str(copy)] and serve_parser().parse_args(words[2:]).run == copy
 
 
 def test_nothing_is_left_to_do(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,6 +206,36 @@ def test_search(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert 'nearest to "red ellipse"' in out and "contact sheet:" in out
     with Image.open(run / "search.png") as sheet:
         assert sheet.format == "PNG"
+
+
+def test_several_queries_stay_several(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sheet, heights = tmp_path / "found.png", []
+    for words in (["--queries", "red ellipse", "blue line"], ["red", "ellipse"], ["--k", "3", "red", "ellipse"]):
+        assert main(["search", str(run), *words, "--k", "3", "--out", str(sheet)]) == 0
+        with Image.open(sheet) as picture:
+            heights.append(picture.height)
+        heads = re.findall('nearest to "(.*)"', capsys.readouterr().out)
+        assert heads == (["red ellipse", "blue line"] if words[0] == "--queries" else ["red ellipse"])
+    assert heights[0] > heights[1] == heights[2]
+    assert main(["search", str(run), "red", "line", "--queries", "blue", "green arc", "--k", "1"]) == 0
+    assert re.findall('nearest to "(.*)"', capsys.readouterr().out) == ["red line", "blue", "green arc"]
+    for words, told in (([], "got nothing"), (["--queries", "red", " "], "got ' '")):
+        assert main(["search", str(run), *words]) == 2
+        assert f"query: expected a text, or the path of a picture, {told}" in capsys.readouterr().err
+
+
+def test_pictures_are_queries_too(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Among the right side they find texts, among the left side similar pictures; the others may be texts."""
+    gallery = load_gallery(run)
+    picture = next(path for path in sorted(run.parent.rglob("red-line-3.png")))
+    assert main(["search", str(run), "--among", "left", "--queries", str(picture), "red line", "--k", "2"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[1].split("  ")[1] == next(name for name in gallery.names if "red-line-3" in name)
+    assert 'nearest to "red line"' in out
+    assert main(["search", str(run), "--among", "right", "--queries", str(picture), str(picture), "--k", "2"]) == 0
+    assert capsys.readouterr().out.count("among text") == 2
+    assert main(["search", str(run), str(picture)]) == 2
+    assert "--among left to find similar pictures" in capsys.readouterr().err
 
 
 def test_mistakes(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

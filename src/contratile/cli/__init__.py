@@ -68,6 +68,13 @@ COMMANDS = (
         'contratile search runs/icons "battery charging"',
     ),
     Command(
+        "serve",
+        "search a trained pair of encoders in the browser, by text or picture",
+        "contratile.cli.serve:serve",
+        "contratile.cli.serve:parser",
+        "contratile serve runs/icons",
+    ),
+    Command(
         "export",
         "write a trained model as a folder of transformers, open_clip or sentence-transformers",
         "contratile.cli.export:export",

@@ -38,7 +38,13 @@ ELSEWHERE = {
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that names the nearest option when one does not exist."""
+    """An ArgumentParser that names the nearest option when one does not exist.
+
+    Attributes:
+        words: Name of an argument with nargs="*" that may also stand after options, where argparse does not find it.
+    """
+
+    words = ""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, rest = self.parse_known_args(args, namespace)
@@ -46,7 +52,9 @@ class Parser(argparse.ArgumentParser):
         for word in rest:
             if word.startswith("-"):
                 self.error(unknown_option(word, known))
-        if rest:
+        if self.words and not getattr(found, self.words):
+            setattr(found, self.words, rest)
+        elif rest:
             self.error(f"unexpected {' '.join(rest)!r}. See `{self.prog} --help`")
         return found
 

@@ -99,7 +99,7 @@ def of_config(config: Any, title: str = "") -> list[Section]:
 
 def _of_action(action: argparse.Action) -> Option:
     if not action.option_strings:
-        names = f"`{action.dest.upper()}{' ...' if action.nargs == '+' else ''}`"
+        names = f"`{action.dest.upper()}{' ...' if action.nargs in ('+', '*') else ''}`"
     else:
         names = ", ".join(f"`{name}`" for name in action.option_strings)
     if action.nargs == 0:
@@ -111,6 +111,7 @@ def _of_action(action: argparse.Action) -> Option:
         value = {"_positive": "INT", "int": "INT", "_device": "DEVICE", "Path": "PATH"}.get(
             getattr(action.type, "__name__", ""), "TEXT"
         )
+        value += " ..." if action.option_strings and action.nargs == "+" else ""
     about, _, default = (action.help or "").partition(" (default: ")
     default = "required" if action.required and action.option_strings else default.removesuffix(")")
     return Option(names, value, default, about)

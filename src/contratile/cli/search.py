@@ -11,6 +11,9 @@ from contratile.errors import bad_value
 from contratile.printable import printable
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from contratile.models.towers import Towers
     from contratile.report.gallery import Side
     from contratile.report.sheets import SheetRow
 
@@ -23,14 +26,18 @@ def parser() -> argparse.ArgumentParser:
         "`contratile train --gallery all`) the training pairs too; each result says which it is.",
     )
     parser.add_argument("run", type=Path, help="folder of a finished run")
-    parser.add_argument("query", nargs="+", help='what to search for, for example "battery charging"')
+    parser.words = "query"
+    parser.add_argument("query", nargs="*", help='what to search for: one query, for example "battery charging"')
+    parser.add_argument(
+        "--queries", nargs="+", default=[], help='several queries, for example "arrow left" "arrow right"'
+    )
     parser.add_argument("--k", type=int, default=8, help="number of results (default: 8)")
     parser.add_argument(
         "--among",
         choices=("left", "right"),
         help="the side of the pairs to search; the query is of the other side. Left if that holds images, so that the "
-        "query is a text; right for text pairs, so that it is a text of the left column. To find texts for an image, "
-        "pass right and the path of the image",
+        "query is a text; right for text pairs, so that it is a text of the left column. For an image, pass its "
+        "path and right to find texts, left to find similar images",
     )
     parser.add_argument(
         "--out", type=Path, help="where to write the contact sheet (default: search.png in the run's folder)"
@@ -56,40 +63,63 @@ def search(argv: Sequence[str]) -> int:
 
 
 def _search(options: Any) -> None:
-    from contratile.data.images import SUFFIXES
+    import torch
+
     from contratile.report.gallery import found_rows, load_gallery
     from contratile.train.checkpoint import step_name
-    from contratile.train.gallery_search import encode_queries, searched_side
+    from contratile.train.gallery_search import searched_side
     from contratile.train.load import load_run
 
-    run, query = options.run, printable(" ".join(options.query))
+    run, queries = options.run, _queries(options)
     if options.out is not None and options.out.is_dir():
         bad_value("out", expected="the name of a picture", got=f"the folder {options.out}", remedy="Add a name.")
-    if not query.strip():
-        bad_value(
-            "query", expected="a text, or the path of a picture", got=repr(query), remedy="Say what to search for."
-        )
     gallery = load_gallery(run)
     pictures = gallery.kinds[0] == "image"
     among: Side = options.among or searched_side(gallery)
     # The weights that produced the gallery, which need not be the best ones.
     towers, _, _ = load_run(run, step_name(gallery.step))
-    tower = towers.right if among == "left" else towers.left
-    if tower.kind == "text" and pictures and Path(query).suffix.lower() in SUFFIXES and Path(query).is_file():
-        remedy = "Pass --among right to find the texts of that picture."
-        bad_value("query", expected="a text", got=f"a picture, {query}", remedy=remedy)
-    asked: Any = query if tower.kind == "text" else _picture(query, views=towers.left is towers.right)
-    (row,) = found_rows(gallery, [query], encode_queries(tower, [asked]), k=options.k, among=among)
+    features = [_features(towers, query, among, chosen=options.among is not None) for query in queries]
+    rows = found_rows(gallery, queries, torch.cat(features), k=options.k, among=among)
     if pictures and among == "left":
-        _show_pictures(row, options.out or run / "search.png", options.k)
+        _show_pictures(rows, options.out or run / "search.png", options.k)
         return
     if options.out is not None:
         remedy = "Drop it: texts are printed."
         bad_value("out", expected="a search that finds images", got=options.out, remedy=remedy)
     side = gallery.sides[0 if among == "left" else 1]
-    print(printable(f'nearest to "{query}" among {side}'))
-    for line in lines(row):
-        print(line)
+    for row in rows:
+        print(printable(f'nearest to "{row.query}" among {side}'), *lines(row), sep="\n")
+
+
+def _queries(options: Any) -> list[str]:
+    """The words as one query, and those of --queries."""
+    if not options.query and not options.queries:
+        remedy = 'Say what to search for: contratile search RUN "battery charging".'
+        bad_value("query", expected="a text, or the path of a picture", got="nothing", remedy=remedy)
+    queries = [*([" ".join(options.query)] if options.query else []), *options.queries]
+    for query in queries:
+        if not printable(query).strip():
+            remedy = "Say what to search for."
+            bad_value("query", expected="a text, or the path of a picture", got=repr(query), remedy=remedy)
+    return [printable(query) for query in queries]
+
+
+def _features(towers: "Towers", query: str, among: "Side", *, chosen: bool) -> "Tensor":
+    """Encode one query, a text or the path of a picture, with the encoder it needs."""
+    from contratile.data.images import SUFFIXES
+    from contratile.train.gallery_search import encode_queries
+
+    tower = towers.right if among == "left" else towers.left
+    if tower.kind == "text" and towers.left.kind == "image" and Path(query).suffix.lower() in SUFFIXES:
+        if Path(query).is_file():
+            if not chosen:
+                remedy = (
+                    "Pass --among right to find the texts of that picture, or --among left to find similar pictures."
+                )
+                bad_value("query", expected="a text", got=f"a picture, {query}", remedy=remedy)
+            tower = towers.left
+    asked: Any = query if tower.kind == "text" else _picture(query, views=towers.left is towers.right)
+    return encode_queries(tower, [asked])
 
 
 def lines(row: "SheetRow") -> list[str]:
@@ -103,7 +133,7 @@ def lines(row: "SheetRow") -> list[str]:
     ]
 
 
-def _show_pictures(row: "SheetRow", out: Path, k: int) -> None:
+def _show_pictures(rows: "list[SheetRow]", out: Path, k: int) -> None:
     from rich.console import Console
 
     from contratile.data.files import written_whole
@@ -111,15 +141,17 @@ def _show_pictures(row: "SheetRow", out: Path, k: int) -> None:
     from contratile.report.sheets import contact_sheet, png
 
     console = Console()
-    if console.is_terminal:
-        preview(row, console)
-    else:
-        print(f'nearest to "{printable(row.query)}"', *lines(row), sep="\n")
+    for row in rows:
+        if console.is_terminal:
+            preview(row, console)
+        else:
+            print(f'nearest to "{printable(row.query)}"', *lines(row), sep="\n")
     with written_whole(out) as draft:
-        draft.write_bytes(png(contact_sheet([row], columns=k)))
-    absent = sum(image is None for image in row.images)
+        draft.write_bytes(png(contact_sheet(rows, columns=k)))
+    images = [image for row in rows for image in row.images]
+    absent = sum(image is None for image in images)
     if absent:
-        print(f"{absent} of {len(row.images)} pictures are not in the gallery and are left blank")
+        print(f"{absent} of {len(images)} pictures are not in the gallery and are left blank")
     print(f"contact sheet: {out}")
 
 

@@ -1,6 +1,7 @@
 """`contratile train`: train a pair of encoders. Every field of `TrainConfig` is an option."""
 
 import argparse
+import json
 import os
 import shlex
 import sys
@@ -204,4 +205,14 @@ def _print_results(trainer: "Trainer", outcome: "Outcome", written: "Written") -
     print(f"report: {written.report}")
     if written.sheet is not None:
         print(f"contact sheet: {written.sheet}")
-    print(printable(f"try: contratile search {shlex.quote(str(trainer.config.run.out))} {shlex.quote(written.query)}"))
+    print(printable("\n".join(next_lines(trainer.config.run.out, written.query)), lines=True))
+
+
+def next_lines(run: Path, query: str) -> list[str]:
+    """What to do with a finished run: search it, load it, serve it."""
+    folder, text = shlex.quote(str(run)), json.dumps(str(run), ensure_ascii=False)
+    return [
+        f"try: contratile search {folder} {shlex.quote(query)}",
+        f"load the model in Python: import contratile as ct; model = ct.load({text})",
+        f"search it in the browser: contratile serve {folder}",
+    ]

@@ -1,0 +1,58 @@
+"""The page of `contratile serve`: one file with its style and script inside, and the policy that allows only these.
+
+page, policy = make_page(finder, limit=1 << 24)
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from html import escape
+from pathlib import Path
+from string import Template
+
+from contratile.printable import printable
+from contratile.serve.finder import Finder
+
+FOLDER = Path(__file__).parent
+
+
+def make_page(finder: Finder, *, limit: int) -> tuple[bytes, str]:
+    """Fill in the page for a gallery.
+
+    Args:
+        finder: What the page searches.
+        limit: Size of a picture in bytes that the server accepts at most.
+
+    Returns:
+        The page, and its Content-Security-Policy.
+    """
+    style, script = (FOLDER.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    pair = finder.takes_text and not finder.takes_pictures
+    left, right = finder.gallery.sides
+    values = {
+        "title": finder.title,
+        "counts": finder.gallery.counts(),
+        "text_label": "Text",
+        "left": f"{left} (left)" if left == right else left,
+        "right": f"{right} (right)" if left == right else right,
+        "takes_text": "yes" if finder.takes_text else "no",
+        "takes_pictures": "yes" if finder.takes_pictures else "no",
+        "limit": str(limit),
+    }
+    escaped = {name: escape(printable(value), quote=True) for name, value in values.items()}
+    hidden = {
+        "among_hidden": "" if pair else "hidden",
+        "split_hidden": "" if finder.has_splits else "hidden",
+    }
+    template = Template((FOLDER / "page.html").read_text(encoding="utf-8"))
+    page = template.substitute(escaped, **hidden, style=style, script=script)
+    policy = (
+        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src 'self' blob: data:; "
+        "connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
+    )
+    return page.encode(), policy
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
