@@ -42,7 +42,11 @@ def fetch(folder: Path) -> None:
         for package in sorted(downloads.glob("*.deb")):
             _run("dpkg-deb", "--extract", str(package), str(draft))
         shutil.rmtree(downloads)
-        draft.rename(folder)
+        try:
+            draft.rename(folder)
+        except OSError:
+            if not folder.exists():  # otherwise another process was faster
+                raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 

@@ -35,12 +35,13 @@ def train(argv: Sequence[str]) -> int:
     quiet_progress()
     import torch
 
+    from contratile.cli.run_data import together
     from contratile.data.workers import DIED, is_death
     from contratile.ring.team import RankLost, watched
 
     config = parse(argv)
     try:
-        with watched("to go on"):
+        with watched("to go on"), together():
             return _train(config)
     except torch.OutOfMemoryError as error:
         now = "that auto found" if config.run.chunk == "auto" else f"now {config.run.chunk}"
