@@ -199,8 +199,9 @@ def test_ranks_share_the_work(folder: Path, tmp_path: Path, kind: str) -> None:
         embed_source(towers, source, tmp_path / "f.npy", chunk=3, save_every=2, notify=stop_after(6))
     done = pool(2).run(share_of_rank, folder, tmp_path / "f.npy", kind)
     assert sum(done) == (96 if kind == "indexed" else 23) - 6 and min(done) > 0
-    for name in ("npy", "keys.jsonl"):
-        assert (tmp_path / f"f.{name}").read_bytes() == (tmp_path / f"alone.{name}").read_bytes()
+    assert (tmp_path / "f.keys.jsonl").read_bytes() == (tmp_path / "alone.keys.jsonl").read_bytes()
+    found, alone = (np.load(tmp_path / f"{name}.npy") for name in ("f", "alone"))
+    assert np.abs(found - alone).max() < 1e-6  # ranks may have another number of threads, which round differently
 
 
 def test_the_command_is_killed_and_continued_by_two_processes(folder: Path, tmp_path: Path) -> None:
