@@ -146,12 +146,35 @@ class DataRow(Row):
     """Memory of all workers together, shared pages counted once."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class NodesRow(Row):
+    """A row of `benchmarks/nodes.py`: a ring (`flat`, `nodes`) on emulated nodes, the time of the slowest rank."""
+
+    world: int
+    nodes: int
+    local: int
+    """Pairs of each rank."""
+
+    link_mbit: int
+    """Speed of a rank's link to other nodes in Mbit/s; 0 if it is not limited."""
+
+    pairs: int
+    """How often both rings were timed in turn."""
+
+    speedup: float
+    """Median over the pairs of the flat ring's time divided by this ring's; the lowest and the highest of the pairs."""
+
+    speedup_lowest: float
+    speedup_highest: float
+
+
 ROWS: dict[str, type[Row]] = {
     "loss": LossRow,
     "family": FamilyRow,
     "ring": RingRow,
     "cache": CacheRow,
     "data": DataRow,
+    "nodes": NodesRow,
 }
 R = TypeVar("R", bound=Row)
 
@@ -182,7 +205,7 @@ def hardware_text(facts: dict[str, str]) -> str:
 def threads_text(recording: Recording[Any]) -> str:
     """Return "2 threads" or "1 thread per rank"."""
     count = recording.environment["threads"]
-    return f"{count} thread{'s' * (count != '1')}{' per rank' * (recording.kind == 'ring')}"
+    return f"{count} thread{'s' * (count != '1')}{' per rank' * (recording.kind in ('ring', 'nodes'))}"
 
 
 def save(recording: Recording[Any], folder: Path) -> tuple[Path, Path]:
