@@ -102,12 +102,12 @@ def measure(options: argparse.Namespace) -> None:
             for ring in RINGS if pair % 2 else RINGS[::-1]:
                 seconds[ring].append(common_time(steps[ring]))
         speedups = [flat / nodes for flat, nodes in zip(*seconds.values(), strict=True)]
-        for ring, times in seconds.items():
+        for name, times in seconds.items():
             place: dict[str, Any] = {"n": options.local * NODES * LOCAL, "d": options.d, "dtype": "float32"}
             rows.append(
                 NodesRow(
                     **place,
-                    contestant=ring,
+                    contestant=name,
                     status="ok",
                     seconds_best=min(times),
                     seconds_median=median(times),
@@ -116,9 +116,9 @@ def measure(options: argparse.Namespace) -> None:
                     local=options.local,
                     link_mbit=rate,
                     pairs=options.pairs,
-                    speedup=median(speedups) if ring == "nodes" else 1.0,
-                    speedup_lowest=min(speedups) if ring == "nodes" else 1.0,
-                    speedup_highest=max(speedups) if ring == "nodes" else 1.0,
+                    speedup=median(speedups) if name == "nodes" else 1.0,
+                    speedup_lowest=min(speedups) if name == "nodes" else 1.0,
+                    speedup_highest=max(speedups) if name == "nodes" else 1.0,
                     **provenance(facts, options.command),
                 )
             )

@@ -168,6 +168,31 @@ class NodesRow(Row):
     speedup_highest: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScaleRow(Row):
+    """A row of `bench scale`: memory of one rank of many."""
+
+    world: int
+    local: int
+    """Pairs of each rank."""
+
+    about: str
+    how: str
+    """`simulated rank`, `real ranks` (the largest of them), or `formula`: not measured at this size."""
+
+    formula_mib: float
+    """What the formula gives for `peak_extra_mib`."""
+
+    hops: int | None = None
+    """Visiting blocks that were computed: enough for all buffers of the ring to exist at the same time."""
+
+    queries: int | None = None
+    """Queries of the rank that were computed, out of `local`."""
+
+    memory_ratio: float | None = None
+    """Memory, measured or by formula, divided by that of `contratile` on as many ranks."""
+
+
 ROWS: dict[str, type[Row]] = {
     "loss": LossRow,
     "family": FamilyRow,
@@ -175,6 +200,7 @@ ROWS: dict[str, type[Row]] = {
     "cache": CacheRow,
     "data": DataRow,
     "nodes": NodesRow,
+    "scale": ScaleRow,
 }
 R = TypeVar("R", bound=Row)
 
@@ -232,5 +258,5 @@ def load(path: Path) -> Recording[Any]:
         rows = tuple(ROWS[kind](**row) for row in recorded["rows"])
         return Recording(rows, recorded["environment"], recorded["command"], kind)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        expected = "expected a loss.json, family.json, ring.json, cache.json or data.json written by `contratile bench`"
+        expected = "expected a JSON file of rows written by `contratile bench`"
         raise ValueError(f"{path}: {expected}, got {error!r}") from error
