@@ -23,7 +23,7 @@ from contratile.bench.contestants.scale import ABOUT, MEMORY
 from contratile.bench.memory import MiB
 from contratile.bench.ring import RingBenchConfig, RingSeries
 from contratile.bench.runner import OURS, Benchmark, Series
-from contratile.errors import bad_value, check_count
+from contratile.errors import bad_value, check_choice, check_count
 from contratile.machine import NOT_INSTALLED, version
 
 OVER_NODES = "contratile_nodes"
@@ -78,6 +78,8 @@ class ScaleBenchConfig(BenchConfig):
             values = getattr(self, name)
             for value in values if isinstance(values, tuple) else (values,):
                 check_count(name, value, least=1 if name != "worlds" else 2)
+        for name in self.contestants:
+            check_choice("contestants", name, tuple(MEMORY))
         if not self.budget > 0:
             bad_value("budget", expected="a positive number of TFLOP", got=self.budget, remedy="Leave it out.")
         worlds = (*self.worlds, *([self.check_world] if self.check_world else []))
@@ -109,7 +111,7 @@ class ScaleSeries(Series):
         local = n // self.world
         ours: float | None = None
         for name in self.names:
-            if name not in MEMORY or (name == OVER_NODES and not self._several_nodes()):
+            if name == OVER_NODES and not self._several_nodes():
                 continue
             formula = MEMORY[name](local, n, self.d) / MiB
             found = self._simulate(name, n) if name in HOPS and name not in self.failed else {}
