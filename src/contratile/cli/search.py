@@ -152,7 +152,7 @@ def _show_pictures(rows: "list[SheetRow]", corpus: "Corpus", out: Path, k: int) 
     absent = sum(image is None for image in images)
     if absent:
         why = f": {corpus.remark}" if corpus.remark else ""
-        print(printable(f"{absent} of {len(images)} pictures are not there and are left blank{why}"))
+        print(printable(f"{absent} of {len(images)} pictures are missing and left blank{why}"))
     print(f"contact sheet: {out}")
 
 

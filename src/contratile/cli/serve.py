@@ -50,7 +50,7 @@ def serve(argv: Sequence[str]) -> int:
         with make_server(finder, host=options.host, port=options.port) as server:
             found = printable(f"{finder.title}: {finder.corpus.counts()}")
             if finder.corpus.remark:
-                print(printable(finder.corpus.remark))
+                print(printable(f"pictures are missing: {finder.corpus.remark}"))
             print(f"{found}\nopen {server.address} (Ctrl-C ends it)", flush=True)
             server.serve_forever()
     except KeyboardInterrupt:

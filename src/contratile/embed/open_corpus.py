@@ -123,11 +123,11 @@ def _picture_source(record: Record, config: TrainConfig, named: str | None) -> t
     told = record.data.get("data")
     name = told if named is None and isinstance(told, str) else named or ""
     if not name:
-        return None, "pictures are not shown: the data is not recorded; name it with --pictures"
+        return None, "the data is not recorded; name it with --pictures"
     if named is None and not record.own:
-        return None, f"pictures are not shown: someone else embedded {printable(name)}; name the data with --pictures"
+        return None, f"someone else embedded {printable(name)}; name the data with --pictures"
     if named is None and not _is_here(name):
-        return None, f"pictures are not shown: {printable(name)} is not here; name the data with --pictures"
+        return None, f"{printable(name)} is not here; name the data with --pictures"
     given: dict[str, Any] = {"data": name, "streaming": False, "workers": 0}
     columns = record.data.get("columns")
     left, right = columns if isinstance(columns, list) and len(columns) == 2 else ("", "")
@@ -139,9 +139,9 @@ def _picture_source(record: Record, config: TrainConfig, named: str | None) -> t
     except (OSError, ValueError, ImportError) as error:
         if named is not None:
             raise
-        return None, f"pictures are not shown: {printable(str(error))}"
+        return None, printable(str(error))
     if not isinstance(source, Indexed):
-        return None, f"pictures are not shown: those of {printable(name)} cannot be read one by one"
+        return None, f"those of {printable(name)} cannot be read one by one"
     return source, ""
 
 

@@ -111,7 +111,7 @@ class Parquet:
         if sum(counts) != record.rows:
             _damaged(path, f"{record.rows:,} rows", f"{sum(counts):,}")
         wanted = {"key": "string", "name": "string", "text": "string", "index": "int64"}
-        wanted |= {side: f"{record.width} x float" for side in record.sides}
+        wanted |= dict.fromkeys(record.sides, f"{record.width} x float")
         for name, kind in wanted.items():
             if kinds.get(name) != kind:
                 _damaged(path, f"a column {name} of {kind}", kinds.get(name, "none"))

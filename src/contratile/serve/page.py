@@ -33,7 +33,7 @@ def make_page(finder: Finder, *, limit: int) -> tuple[bytes, str]:
     values = {
         "title": finder.title,
         "counts": finder.corpus.counts(),
-        "remark": finder.corpus.remark,
+        "remark": f"Pictures are missing: {finder.corpus.remark}",
         "text_label": "Text",
         "left": f"{left} (left)" if left == right else left,
         "right": f"{right} (right)" if left == right else right,
