@@ -24,7 +24,8 @@ from contratile.report.corpus import Corpus
 from contratile.report.gallery import load_gallery
 from contratile.report.gallery_corpus import GalleryCorpus
 from contratile.train.checkpoint import step_name
-from contratile.train.config import CONFIG, TrainConfig
+from contratile.train.config import TrainConfig
+from contratile.train.config_file import CONFIG
 from contratile.train.load import load_run
 
 
