@@ -52,9 +52,9 @@ class GalleryCorpus:
 
     @property
     def remark(self) -> str:
-        if self.kinds[0] != "image" or len(self.gallery.pictures) == len(self.gallery.names):
-            return ""
-        return f"the gallery holds {len(self.gallery.pictures):,} of {len(self.gallery.names):,} pictures"
+        there, names = sum(map(bool, self.gallery.pictures)), len(self.gallery.names)
+        absent = self.kinds[0] == "image" and there < names
+        return f"the gallery holds {there:,} of {names:,} pictures" if absent else ""
 
     def counts(self) -> str:
         return self.gallery.counts()
