@@ -36,6 +36,8 @@ def draw_nodes(recording: Recording[NodesRow], folder: Path) -> tuple[Path, ...]
 
 def _label(axes: "Axes", rates: list[int], rows: Sequence[NodesRow]) -> None:
     """Rates below, and the speed-up at each of them."""
+    from matplotlib.ticker import LogLocator
+
     for row in rows:
         place = rates.index(row.link_mbit), row.seconds_median or 0.0
         axes.annotate(f"{row.speedup:.2f}x", place, xytext=(0, -16), textcoords="offset points", ha="center")
@@ -44,7 +46,9 @@ def _label(axes: "Axes", rates: list[int], rows: Sequence[NodesRow]) -> None:
     axes.set_ylabel("median time per step")
     axes.set_yscale("log")
     axes.margins(y=0.2)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(lambda seconds, _: seconds_text(seconds))
+    axes.minorticks_off()
     axes.grid(True, color="#dddddd", linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
