@@ -16,18 +16,23 @@ from torch import Tensor
 
 from contratile import clip_loss
 from contratile.bench.contestants.loss import LossStep, backward
+from contratile.engine.plan import plan_tiles
 from contratile.losses.functional import pair_lse
 from contratile.ring.simulated import SimulatedRank
 
 FP32 = 4
-TILES = 40 << 20
-"""The tile workspace of ours; see `engine.plan`."""
+
+
+def _tiles(n: int, d: int) -> int:
+    """The tile workspace of ours."""
+    return plan_tiles(n, n, d).workspace_bytes
+
 
 MEMORY: dict[str, Callable[[int, int, int], float]] = {
     # Keys: the visiting block and the next. Their gradients: one filled, one leaving, one arriving. dQ. Less dQ, dK.
-    "contratile": lambda n, total, d: FP32 * 4 * n * d + TILES,
+    "contratile": lambda n, total, d: FP32 * 4 * n * d + _tiles(n, d),
     # Between nodes one of each leaving, one arriving.
-    "contratile_nodes": lambda n, total, d: FP32 * 8 * n * d + TILES,
+    "contratile_nodes": lambda n, total, d: FP32 * 8 * n * d + _tiles(n, d),
     # The logits, a softmax for each direction, a gradient of the logits. Gathered features of both sides, as a list and
     # as one tensor, scaled ones, and their gradients.
     "open_clip_grad": lambda n, total, d: FP32 * (4 * total * total + 8 * total * d),
