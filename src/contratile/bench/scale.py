@@ -57,8 +57,8 @@ class ScaleBenchConfig(BenchConfig):
     """Ranks of a node, for the ring over nodes."""
 
     budget: float = 2.0
-    """Work of a point, in TFLOP. Where a rank would need more, fewer of its queries are computed, though at least a tile
-    of them: the buffers of a ring hold keys."""
+    """Work of a point, in TFLOP. Where a rank would need more, fewer of its queries are computed, but at least a tile of
+    them: the buffers of a ring hold keys."""
 
     contestants: tuple[str, ...] = tuple(MEMORY)
     """Which implementations to compare."""
