@@ -57,7 +57,7 @@ class ScaleBenchConfig(BenchConfig):
     """Ranks of a node, for the ring over nodes."""
 
     budget: float = 2.0
-    """Work of a point, in TFLOP. Where a rank would need more, fewer of its queries are computed, but at least a tile of
+    """Work of a point, in TFLOP. Where a rank would need more, fewer of its queries are computed, at least a tile of
     them: the buffers of a ring hold keys."""
 
     contestants: tuple[str, ...] = tuple(MEMORY)
