@@ -33,13 +33,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_continues_where_it_ended(tmp_path: Path, quick: None) -> None:
     pytest.importorskip("matplotlib")
     rows = run_all(GRIDS, tmp_path, None, "command")
-    assert len(rows) == 2 * (3 + 6 + 2 * 4) and len({key_of(row) for row in rows}) == len(rows)
+    assert len(rows) == 2 * (4 + 6 + 2 * 4) and len({key_of(row) for row in rows}) == len(rows)
     path = tmp_path / "rows.jsonl"
     lines = path.read_text().splitlines()
-    path.write_text("\n".join(lines[:9]) + '\n{"purpose": "ra')  # killed while it wrote
+    path.write_text("\n".join(lines[:11]) + '\n{"purpose": "ra')  # killed while it wrote
     again = run_all(GRIDS, tmp_path, None, "other")
     assert [key_of(row) for row in again] == [key_of(row) for row in rows]
-    assert {row["command"] for row in again[:9]} == {"command"} and again[9]["command"] == "other"
+    assert {row["command"] for row in again[:11]} == {"command"} and again[11]["command"] == "other"
     assert [row["recall_10"] for row in again] == [row["recall_10"] for row in rows]
     assert read_rows(path) == again
     assert len(by_point(again)) == 8 and all(len(seeds) == 2 for seeds in by_point(again).values())
