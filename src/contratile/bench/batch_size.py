@@ -4,8 +4,7 @@
     python -m contratile.bench.batch_size --draw                    # OUT/batch-size.png from the rows
 
 Icons and their names, WordNet's words and their definitions: five batch sizes, three data sizes, three seeds each. The
-learning rate is lr(512) * sqrt(batch / 512). lr(512) is the best of four at batch 512 on the middle data size with a
-seed of its own, and the rule is checked by a third and three times that rate at the smallest and the largest batch.
+learning rate of a batch size is the best of four on the middle data size, with a seed that is not used again.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ from contratile.bench.batch_size_run import train
 from contratile.machine import environment
 
 Record = dict[str, Any]
-MIDDLE = 512
-"""The batch size at which the learning rate is chosen."""
 RATES = (3e-4, 1e-3, 3e-3, 1e-2)
-FACTORS = (1 / 3, 1.0, 3.0)
 SEEDS = (0, 1, 2)
 TRIAL_SEED = 100
 
@@ -57,7 +53,7 @@ class Point(NamedTuple):
     """A run."""
 
     purpose: str
-    """`rate`: to choose the learning rate; `check`: of the rule; `run`: what is reported."""
+    """`rate`: to choose the learning rate; `run`: what is reported."""
 
     data: DataName
     size: int
@@ -70,20 +66,17 @@ def points(grids: dict[DataName, Grid], rows: list[Record]) -> Iterator[Point]:
     """All runs in order. Those after the choice of a learning rate depend on `rows`, which may grow meanwhile."""
     for data, grid in grids.items():
         middle = grid.sizes[len(grid.sizes) // 2]
-        for lr in RATES:
-            yield Point("rate", data, middle, MIDDLE, TRIAL_SEED, lr)
-        for batch, factor in product((grid.batches[0], grid.batches[-1]), FACTORS):
-            yield Point("check", data, middle, batch, TRIAL_SEED, factor * chosen_rate(rows, data, batch))
+        for batch, lr in product(grid.batches, RATES):
+            yield Point("rate", data, middle, batch, TRIAL_SEED, lr)
     for seed, data in product(SEEDS, grids):
         for size, batch in product(grids[data].sizes, grids[data].batches):
             yield Point("run", data, size, batch, seed, chosen_rate(rows, data, batch))
 
 
 def chosen_rate(rows: list[Record], data: str, batch: int) -> float:
-    """The learning rate of the rule."""
-    tried = [row for row in rows if (row["purpose"], row["data"]) == ("rate", data)]
-    best = max(tried, key=lambda row: row["recall_10"])
-    return float(best["lr"] * (batch / MIDDLE) ** 0.5)
+    """The learning rate of a batch size: the one with the highest R@10."""
+    tried = [row for row in rows if (row["purpose"], row["data"], row["batch"]) == ("rate", data, batch)]
+    return float(max(tried, key=lambda row: row["recall_10"])["lr"])
 
 
 def read_rows(path: Path) -> list[Record]:
