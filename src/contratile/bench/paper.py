@@ -99,8 +99,8 @@ FITTED = {("peak memory", "inf_cl", 8, 32, False), ("iteration time", "open_clip
 """Rows from which a constant is taken: (table, method, devices, batch, offload)."""
 
 HOST_MEMORY = (
-    "memory of the device would allow more. With offload all inputs of a node's devices wait in host memory: "
-    "{needed:.1f} TB for the 8 devices of a node at the paper's {batch}k, if they are kept in fp32"
+    "the memory of the devices would allow more than {batch}k, and the paper does not say what the limit was; perhaps "
+    "host memory: with offload the inputs for the 8 devices of a node take {needed:.1f} TB there, if they wait in fp32"
 )
 MISPRINT = "the paper prints the same 64.13 GB for 352k and 368k; the smaller batch meets it exactly"
 
