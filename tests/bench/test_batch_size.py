@@ -10,6 +10,7 @@ from contratile.bench import batch_size
 from contratile.bench.batch_size import Grid, Point, chosen_rate, key_of, points, read_rows, run_all
 from contratile.bench.batch_size_data import DataName, PairData, Pairs, load_pairs
 from contratile.bench.batch_size_run import rate, train
+from contratile.bench.batch_size_table import tables
 from contratile.bench.plots.batch_size import by_point, draw_batch_size
 
 GRIDS: dict[DataName, Grid] = {"icons": Grid((4, 8), (16, 32), 64), "wordnet": Grid((4, 8), (16, 32), 64)}
@@ -43,6 +44,14 @@ def test_a_run_continues_where_it_ended(tmp_path: Path, quick: None) -> None:
     assert read_rows(path) == again
     assert len(by_point(again)) == 8 and all(len(seeds) == 2 for seeds in by_point(again).values())
     assert draw_batch_size(again, tmp_path).stat().st_size > 10_000
+
+
+def test_tables_tell_what_is_missing() -> None:
+    row = {"purpose": "run", "data": "icons", "size": 16, "batch": 4, "lr": 1e-3}
+    rows = [row | {"recall_10": recall} for recall in (0.25, 0.5, 0.75)] + [row | {"batch": 8, "recall_10": 0.5}]
+    text = tables(rows, {"icons": (4, 8, 16)}, {"icons": (16,)})
+    assert "| icons, 16 | 0.500 (0.250 to 0.750) | 0.500 (0.500 to 0.500, 1 of 3 seeds) | not run |" in text
+    assert "| learning rate | 0.001 | 0.001 | not run |" in text
 
 
 def test_best_rate_of_a_batch_size_is_chosen() -> None:

@@ -1,7 +1,7 @@
 """Batch size against accuracy on real data, with equal samples seen: rows that are appended, and done ones skipped.
 
     python -m contratile.bench.batch_size --wordnet FOLDER          # continues OUT/rows.jsonl
-    python -m contratile.bench.batch_size --draw                    # OUT/batch-size.png from the rows
+    python -m contratile.bench.batch_size --draw                    # batch-size.png and .md from the rows
 
 Icons and their names, WordNet's words and their definitions: five batch sizes, three data sizes, three seeds each. The
 learning rate of a batch size is the best of four on the middle data size, with a seed that is not used again.
@@ -23,6 +23,7 @@ import torch
 
 from contratile.bench.batch_size_data import DataName, PairData, load_pairs
 from contratile.bench.batch_size_run import train
+from contratile.bench.batch_size_table import tables
 from contratile.machine import environment
 
 Record = dict[str, Any]
@@ -127,6 +128,21 @@ def run_all(grids: dict[DataName, Grid], out: Path, wordnet: Path | None, comman
     return rows
 
 
+def show(out: Path) -> tuple[Path, Path]:
+    """Write batch-size.png and batch-size.md from the recorded rows."""
+    from contratile.bench.plots.batch_size import draw_batch_size
+
+    rows = read_rows(out / "rows.jsonl")
+    text = tables(
+        rows, {name: grid.batches for name, grid in GRIDS.items()}, {name: grid.sizes for name, grid in GRIDS.items()}
+    )
+    path = out / "batch-size.md"
+    draft = path.with_name(f".{path.name}.part")
+    draft.write_text("# R@10 among 1,024 held-out pairs: mean of the seeds (worst to best)\n\n" + text)
+    draft.replace(path)
+    return draw_batch_size(rows, out), path
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m contratile.bench.batch_size", description=__doc__)
     parser.add_argument("--data", nargs="+", choices=get_args(DataName), default=list(GRIDS))
@@ -136,9 +152,7 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="draw the recorded rows, run nothing")
     options = parser.parse_args()
     if options.draw:
-        from contratile.bench.plots.batch_size import draw_batch_size
-
-        print(f"written: {draw_batch_size(read_rows(options.out / 'rows.jsonl'), options.out)}")
+        print("written: " + ", ".join(map(str, show(options.out))))
         return
     torch.set_num_threads(options.threads)
     command = f"python -m contratile.bench.batch_size --data {' '.join(options.data)} --threads {options.threads}"
