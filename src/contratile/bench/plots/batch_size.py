@@ -37,7 +37,7 @@ def draw_batch_size(rows: Sequence[Record], folder: Path) -> Path:
     path = folder / "batch-size.png"
     facts = dict(rows[-1])
     count = facts["threads"]
-    title = "Accuracy against batch size, equal samples seen: mean of the seeds, band from worst to best"
+    title = "Accuracy against batch size"
     finish(figure, grid[0][0], title, f"{count} thread{'s' * (count != '1')}", facts, path)
     pyplot.close(figure)
     return path
@@ -56,6 +56,6 @@ def _panel(axes: "Axes", source: str, rows: Sequence[Record]) -> None:
     axes.set_xticks(sorted({batch for _, batch in points}))
     axes.xaxis.set_major_formatter(lambda batch, _: count_text(int(batch)))
     axes.set_xlabel(f"batch size ({source}, {samples:,} samples seen)")
-    axes.set_ylabel("R@10 among 1,024 held-out pairs")
+    axes.set_ylabel("R@10 among 1,024 (mean, worst to best seed)")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
