@@ -28,7 +28,7 @@ from contratile.errors import bad_type, bad_value
 from contratile.ring.schedule import Hop
 
 # A string: PyTorch builds without torch.distributed have no ProcessGroup.
-Group: TypeAlias = "dist.ProcessGroup | Literal['auto'] | None"
+Group: TypeAlias = "dist.ProcessGroup | Team | Literal['auto'] | None"
 
 _HEADER_BYTES = 640
 _LOOK = 2.0
@@ -86,7 +86,7 @@ class Team:
     """The same ranks once more, for what travels between nodes; None if that uses the same group."""
 
     @classmethod
-    def of(cls, group: Group | Team) -> Team:
+    def of(cls, group: Group) -> Team:
         """The team of a group. A team is its own: ranks that are not processes, such as those of `simulated.py`."""
         if group is None:
             return ALONE
