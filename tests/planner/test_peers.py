@@ -93,8 +93,10 @@ def test_formulas_are_what_the_code_holds(name: Peer, world: int, dtype: torch.d
     n = 192
     for measured in pool(world).run(held, name, n, dtype):
         counted = peer_loss_bytes(name, batch=n * world, ranks=world, width=D, itemsize=dtype.itemsize)
-        # vectors of length n and N are not counted: labels, log-sum-exps and their gradients
-        assert 0 <= measured - counted <= 100 * n * world
+        # Vectors of length n and N are not counted: labels, log-sum-exps and their gradients. Gloo may still hold
+        # blocks that it has sent.
+        late = 2 * n * D * dtype.itemsize if world > 1 else 0
+        assert 0 <= measured - counted <= 100 * n * world + late
 
 
 @pytest.mark.peers
