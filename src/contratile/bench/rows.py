@@ -146,12 +146,35 @@ class DataRow(Row):
     """Memory of all workers together, shared pages counted once."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanRow(Row):
+    """A row of `bench plan`: a training step, measured and predicted. Memory is that of the largest rank."""
+
+    chunk: int
+    tokens: int
+    checkpointing: bool
+    offload: str
+    world: int
+    measured_mib: float | None = None
+    """Peak resident memory beyond what the process had before it built anything."""
+
+    predicted_mib: float
+    """From the definition of the encoders alone."""
+
+    calibrated_mib: float | None = None
+    """After two small chunks were run here."""
+
+    predicted_seconds: float
+    """At the rates that the process measured before the step."""
+
+
 ROWS: dict[str, type[Row]] = {
     "loss": LossRow,
     "family": FamilyRow,
     "ring": RingRow,
     "cache": CacheRow,
     "data": DataRow,
+    "plan": PlanRow,
 }
 R = TypeVar("R", bound=Row)
 
@@ -209,5 +232,6 @@ def load(path: Path) -> Recording[Any]:
         rows = tuple(ROWS[kind](**row) for row in recorded["rows"])
         return Recording(rows, recorded["environment"], recorded["command"], kind)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        expected = "expected a loss.json, family.json, ring.json, cache.json or data.json written by `contratile bench`"
+        names = "loss.json, family.json, ring.json, cache.json, data.json or plan.json"
+        expected = f"expected a {names} written by `contratile bench`"
         raise ValueError(f"{path}: {expected}, got {error!r}") from error

@@ -145,6 +145,13 @@ COMMANDS = (
         "contratile bench data --quick --out results",
     ),
     Command(
+        "bench plan",
+        "compare predicted with measured memory and time of training steps",
+        "contratile.cli.bench:plan",
+        "contratile.bench.plan:PlanBenchConfig",
+        "contratile bench plan --calibrate --out results",
+    ),
+    Command(
         "bench plot",
         "draw the plots of a recorded benchmark again",
         "contratile.cli.bench:plot",

@@ -1,4 +1,4 @@
-"""`contratile bench loss`, `family`, `ring`, `cache`, `data` and `plot`."""
+"""`contratile bench loss`, `family`, `ring`, `cache`, `data`, `plan` and `plot`."""
 
 import argparse
 import shlex
@@ -39,6 +39,11 @@ def cache(argv: Sequence[str]) -> int:
 def data(argv: Sequence[str]) -> int:
     """Samples per second of the loader against other loaders."""
     return _measure("bench data", argv)
+
+
+def plan(argv: Sequence[str]) -> int:
+    """Predicted against measured memory and time of training steps."""
+    return _measure("bench plan", argv)
 
 
 def _measure(name: str, argv: Sequence[str]) -> int:
@@ -83,7 +88,7 @@ def _measure(name: str, argv: Sequence[str]) -> int:
 def plot_parser() -> argparse.ArgumentParser:
     """Return the options of `bench plot`."""
     parser = Parser(prog="contratile bench plot", description="Draw the plots of a recorded run again.")
-    written = "a loss.json, family.json, ring.json, cache.json or data.json written by `contratile bench`"
+    written = "a loss.json, family.json, ring.json, cache.json, data.json or plan.json written by `contratile bench`"
     parser.add_argument("results", type=Path, help=written)
     parser.add_argument("--out", type=Path, help="folder for the plots (default: the folder of the results)")
     return parser

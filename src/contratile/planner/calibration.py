@@ -1,7 +1,7 @@
 """Two small chunks, run for real on this machine: what their definition cannot tell.
 
-    found = calibrate(sides, costs, "fp32", devices)
-    cost = found.corrected(cost, 0)
+    found = calibrate(sides, work, devices)
+    work = replace(work, measured=found.memory)
 
 The allocator, threads and scratch memory of operators decide how much more than the counted bytes a process holds, and
 caches how fast operators are. Both are fitted as lines through two chunks and extended to larger ones.
@@ -17,47 +17,35 @@ import torch
 from torch import Tensor, nn
 
 from contratile.errors import bad_value
-from contratile.grad_cache.chunks import Nest, call, map_tensors
+from contratile.grad_cache import GradCache
+from contratile.grad_cache.chunks import Nest, map_tensors
 from contratile.host_memory import peak_growth
+from contratile.losses.modules import ClipLoss
 from contratile.planner.devices import Devices
-from contratile.planner.encoder_cost import DTYPES, EncoderCost, PassCost, Precision
-from contratile.planner.step_seconds import StepSeconds, pass_seconds
+from contratile.planner.encoder_cost import DTYPES, Precision
+from contratile.planner.memory import device_memory
+from contratile.planner.step_seconds import StepSeconds, step_seconds
 from contratile.planner.tower_inputs import Side
+from contratile.planner.workload import Line, Workload
 
 TARGETS = (100 << 20, 200 << 20)
 """Counted bytes of the two chunks: large enough for the allocator to behave as with large ones."""
 REPEATS = 2
-"""Runs of each chunk. The last one counts: by then memory that is freed and taken again is in use."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """Measured bytes as a line of the counted ones."""
-
-    slope: float
-    offset: float
-
-    def __call__(self, counted: float) -> float:
-        return max(0.0, self.slope * counted + self.offset)
+"""Steps of each size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What two chunks of each encoder took."""
+    """What two small steps took."""
 
-    memory: tuple[Line, ...]
-    """By side: activations."""
+    memory: Line
+    """Chunks: measured bytes, by counted ones."""
 
     seconds: float
     """Measured over predicted time of the encoders."""
 
-    chunks: tuple[tuple[int, int], ...]
-    """Rows of the two chunks, by side."""
-
-    def corrected(self, cost: EncoderCost, index: int) -> EncoderCost:
-        """An encoder whose activations are those that were measured."""
-        line = self.memory[min(index, len(self.memory) - 1)]
-        return replace(cost, small=_corrected(cost.small, line), large=_corrected(cost.large, line))
+    chunks: tuple[int, int]
+    """Rows of the two chunks."""
 
     def corrected_time(self, found: StepSeconds) -> StepSeconds:
         """A step whose encoders take as long as measured."""
@@ -68,52 +56,55 @@ class Calibration:
         return replace(found, terms=tuple(terms), utilisation=found.utilisation / self.seconds)
 
 
-def _corrected(one: PassCost, line: Line) -> PassCost:
-    measured = line(one.peak + one.unreused)
-    factor = measured / one.peak if one.peak else 1.0
-    return replace(one, peak=measured, unreused=0.0, saved=one.saved * factor)
-
-
 def calibrate(
     sides: Sequence[Side],
-    costs: Sequence[EncoderCost],
-    precision: Precision,
+    work: Workload,
     devices: Devices,
     notify: Callable[[str], object] = lambda text: None,
 ) -> Calibration:
-    """Run two small chunks of each encoder, forward and backward.
+    """Run two small steps of gradient caching with one chunk each.
 
     Encoders without weights get random ones. Gradients of modules that have weights are as before afterwards.
 
     Args:
         sides: Encoders with example inputs.
-        costs: What was counted for them.
-        precision: Of the encoders.
+        work: What was counted for them.
         devices: This machine.
         notify: Called with a line about progress.
 
     Raises:
         ValueError: Memory cannot be measured on this system.
     """
-    lines, chunks = [], []
-    measured = predicted = 0.0
-    for index, (side, cost) in enumerate(zip(sides, costs, strict=True)):
-        if index and cost is costs[0]:
-            break
-        sizes = tuple(_rows(cost, target) for target in TARGETS)
-        notify(f"calibrating: chunks of {sizes[0]:,} and {sizes[1]:,}")
-        runs = _measure(side, sizes, precision)
-        counted = [one.peak + one.unreused for one in map(cost.at, sizes)]
-        lines.append(_line(counted, [held for held, _ in runs]))
-        chunks.append((sizes[0], sizes[1]))
-        measured += runs[-1][1]
-        predicted += sum(pass_seconds(cost.at(sizes[-1]), devices, precision))
-    return Calibration(memory=tuple(lines), seconds=measured / predicted if predicted else 1.0, chunks=tuple(chunks))
+    small, large = (_rows(work, target) for target in TARGETS)
+    modules = {id(side.module): materialised(side.module) for side in sides}
+    encoders = [modules[id(side.module)] for side in sides]
+    before = [(p, p.grad) for module in modules.values() for p in module.parameters()]
+    counted, held, seconds = [], [], 0.0
+    try:
+        for rows in (2, small, large):
+            notify(f"calibrating: a chunk of {rows:,}")
+            grown, seconds = _step(encoders, [real_rows(side.inputs, rows) for side in sides], before, work.precision)
+            here = device_memory(replace(work, batch=rows, chunk=rows, ranks=1), devices)
+            chunk = sum(term.bytes for term in here.terms if term.name in CHUNK_TERMS)
+            rest = sum(term.bytes for term in here.terms if term.name in ("gradients", "gradients of features"))
+            counted.append(chunk)
+            held.append(grown - rest)
+    finally:
+        for p, grad in before:
+            p.grad = grad
+    expected = step_seconds(replace(work, batch=large, chunk=large, ranks=1), devices)
+    names = ("encode", "encode again", "backward")
+    predicted = sum(term.seconds for term in expected.terms if term.name in names)
+    line = _line(counted[1:], held[1:])
+    return Calibration(memory=line, seconds=seconds / predicted if predicted else 1.0, chunks=(small, large))
 
 
-def _rows(cost: EncoderCost, target: float) -> int:
+CHUNK_TERMS = ("activations of a chunk", "freed, not reused")
+
+
+def _rows(work: Workload, target: float) -> int:
     """Rows whose activations are counted as about `target` bytes, from 2 to 4096."""
-    per_row = (cost.large.peak + cost.large.unreused) / cost.large.rows
+    per_row = max((cost.large.peak + cost.large.unreused) / cost.large.rows for cost in work.encoders)
     return int(min(4096, max(2, target / max(1.0, per_row))))
 
 
@@ -126,43 +117,31 @@ def _line(counted: Sequence[float], measured: Sequence[float]) -> Line:
     return Line(slope=slope, offset=measured[1] - slope * counted[1])
 
 
-def _measure(side: Side, sizes: Sequence[int], precision: Precision) -> list[tuple[int, float]]:
-    module = materialised(side.module)
-    before = [(p, p.grad) for p in module.parameters()]
-    try:
-        for p, _ in before:
-            p.grad = torch.zeros_like(p) if p.requires_grad else None
-        run(module, real_rows(side.inputs, 2), precision)  # what is allocated once only
-        return [_one(module, real_rows(side.inputs, size), precision) for size in sizes]
-    finally:
-        for p, grad in before:
-            p.grad = grad
+def _step(
+    encoders: list[nn.Module],
+    inputs: list[Nest],
+    parameters: Sequence[tuple[nn.Parameter, Tensor | None]],
+    precision: Precision,
+) -> tuple[int, float]:
+    """The peak of two steps beyond what there was before, gradients included, and the seconds of the faster one."""
+    cache = GradCache(encoders, ClipLoss(group=None), chunk_size=1 << 30, group=None)
+    seconds: list[float] = []
 
+    def steps() -> None:
+        for _ in range(REPEATS):
+            start = time.perf_counter()
+            for p, _ in parameters:
+                p.grad = None
+            with torch.autocast("cpu", dtype=DTYPES[precision], enabled=precision != "fp32"):
+                cache.step(*(x if isinstance(x, tuple | dict) else (x,) for x in inputs), logit_scale=10.0)
+            seconds.append(time.perf_counter() - start)
 
-def _one(module: nn.Module, chunk: Nest, precision: Precision) -> tuple[int, float]:
-    seconds, held = [], 0
-
-    def timed() -> None:
-        start = time.perf_counter()
-        run(module, chunk, precision)
-        seconds.append(time.perf_counter() - start)
-
-    for _ in range(REPEATS):
-        grown = peak_growth(timed)
-        if grown is None:
-            bad_value(
-                "calibrate", expected="Linux, which tells a process its peak memory", got="none", remedy="Drop it."
-            )
-        held = max(held, grown)
-    return held, min(seconds)
-
-
-def run(module: nn.Module, chunk: Nest, precision: Precision) -> None:
-    """Forward and backward of a chunk."""
-    with torch.autocast("cpu", dtype=DTYPES[precision], enabled=precision != "fp32"):
-        found = call(module, chunk)
-    if found.requires_grad:
-        torch.autograd.backward(found, torch.full_like(found, 1e-3))
+    for p, _ in parameters:
+        p.grad = None
+    grown = peak_growth(steps)
+    if grown is None:
+        bad_value("calibrate", expected="Linux, which tells a process its peak memory", got="none", remedy="Drop it.")
+    return grown, min(seconds)
 
 
 def materialised(module: nn.Module) -> nn.Module:

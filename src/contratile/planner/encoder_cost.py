@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -273,12 +273,3 @@ def fake_rows(inputs: Nest, rows: int) -> Nest:
         return torch.empty((rows, *x.shape[1:]) if x.dim() else (), dtype=x.dtype)
 
     return map_tensors(blank, inputs)
-
-
-def scaled(cost: EncoderCost, *, memory: float = 1.0) -> EncoderCost:
-    """The same encoder with other memory of activations, as a calibration found it."""
-    both = [
-        replace(one, **{name: getattr(one, name) * memory for name in ("encode_peak", "saved", "peak", "unreused")})
-        for one in (cost.small, cost.large)
-    ]
-    return replace(cost, small=both[0], large=both[1])

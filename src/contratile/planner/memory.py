@@ -125,29 +125,29 @@ def _model_terms(work: Workload) -> Sequence[Term]:
 
 
 def _chunk_terms(work: Workload, devices: Devices) -> Sequence[Term]:
-    chunks = [cost.at(min(work.chunk, rows)) for cost, rows in work.rows]
-    largest = max(chunks, key=lambda one: one.peak + one.unreused)
-    lost = largest.unreused if devices.on_cpu else UNREUSED_SHARE * largest.peak
-    first = max(max(one.encode_peak, one.saved) for one in chunks)
+    chunks = {id(cost): cost.at(min(work.chunk, rows)) for cost, rows in work.rows}
+    largest = max(chunks.values(), key=lambda one: one.peak)
+    first = max(max(one.encode_peak, one.saved) for one in chunks.values())
+    counted = f"forward and backward of {work.chunk:,} rows, operator by operator on fake tensors"
+    if devices.on_cpu:
+        others = [one.peak for one in chunks.values() if one is not largest]
+        lost = max(largest.unreused, *others, 0.0)
+        why = "blocks of one encoder, kept by the allocator" if others else "holes between saved tensors"
+    else:
+        lost, why = UNREUSED_SHARE * largest.peak, f"{UNREUSED_SHARE:.0%} of activations (assumed)"
+    held = largest.peak
+    if work.measured is not None:
+        held, lost = work.measured(held + lost), 0.0
+        first, counted = first * held / largest.peak, "line through two small chunks that were run here"
     return [
-        Term(
-            name="activations of a chunk",
-            bytes=largest.peak,
-            phases=("backward",),
-            how=f"forward and backward of {work.chunk:,} rows, operator by operator on fake tensors",
-        ),
+        Term(name="activations of a chunk", bytes=held, phases=("backward",), how=counted),
         Term(
             name="first chunk",
             bytes=first,
             phases=("encode",),
             how="its forward pass with gradients, to see what is trained",
         ),
-        Term(
-            name="freed, not reused",
-            bytes=lost,
-            phases=("backward",),
-            how="holes between saved tensors" if devices.on_cpu else f"{UNREUSED_SHARE:.0%} of activations (assumed)",
-        ),
+        Term(name="freed, not reused", bytes=lost, phases=("backward",), how=why),
     ]
 
 

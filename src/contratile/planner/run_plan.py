@@ -20,7 +20,8 @@ from contratile.errors import bad_value, check_choice, check_count
 from contratile.grad_cache.chunks import Nest
 from contratile.grad_cache.offload import OFFLOADS
 from contratile.models.towers import TowerConfig, Towers
-from contratile.planner.calibration import Calibration, calibrate
+from contratile.planner.calibration import Calibration
+from contratile.planner.calibration import calibrate as run_chunks
 from contratile.planner.devices import Devices, parse_devices
 from contratile.planner.encoder_cost import DTYPES, EncoderCost, Precision, encoder_cost
 from contratile.planner.memory import Memory, device_memory, disk_memory, host_memory
@@ -179,10 +180,6 @@ def plan(
     share = -(-batch // where.count)
     counted = COUNTED if chunk == "auto" else (max(1, min(chunk, share) // 2), min(chunk, share))
     costs = _costs(sides, counted, precision, where, notify)
-    found = None
-    if calibrate:
-        found = _calibrate(sides, costs, precision, where, notify)
-        costs = [found.corrected(cost, index) for index, cost in enumerate(costs)]
     notify("counting the optimiser")
     make = by_name(optimizer) if isinstance(optimizer, str) else optimizer
     called = optimizer_name or (optimizer if isinstance(optimizer, str) else "optimiser")
@@ -202,6 +199,9 @@ def plan(
     )
     if sides[0].module is sides[1].module and costs[0] is not costs[1]:
         work = _shared_weights(work)
+    found = _calibrate(sides, work, where, notify) if calibrate else None
+    if found is not None:
+        work = replace(work, measured=found.memory)
     best = best_chunk(work, where)
     if chunk == "auto":
         work = replace(work, chunk=best)
@@ -322,10 +322,8 @@ def _shared_weights(work: Workload) -> Workload:
     return replace(work, sides=(left, replace(right, weight_bytes=0, trained_bytes=0)))
 
 
-def _calibrate(
-    sides: tuple[Side, Side], costs: list[EncoderCost], precision: Precision, devices: Devices, notify: Notify
-) -> Calibration:
+def _calibrate(sides: tuple[Side, Side], work: Workload, devices: Devices, notify: Notify) -> Calibration:
     if not devices.on_cpu:
         remedy = "Run the plan with --devices cpu, or on the machine itself without --calibrate."
         bad_value("calibrate", expected="this machine as the device", got=devices.name, remedy=remedy)
-    return calibrate(sides, costs, precision, devices, notify)
+    return run_chunks(sides, work, devices, notify)

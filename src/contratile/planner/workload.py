@@ -52,6 +52,17 @@ class LossFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Line:
+    """Measured bytes as a line of the counted ones."""
+
+    slope: float
+    offset: float
+
+    def __call__(self, counted: float) -> float:
+        return max(0.0, self.slope * counted + self.offset)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Workload:
     """A training step over all ranks."""
 
@@ -69,6 +80,9 @@ class Workload:
 
     loss: LossFacts = LossFacts()
     optimizer: OptimizerCost
+    measured: Line | None = None
+    """What chunks take on this machine, from a calibration; None: what was counted."""
+
     host_bytes: float = 0.0
     """Kept in host memory by each process throughout, such as outputs of locked backbones."""
 

@@ -5,6 +5,7 @@
     (ring_png,) = draw(load(Path("bench-ring/ring.json")), Path("bench-ring"))
     (cache_png,) = draw(load(Path("bench-cache/cache.json")), Path("bench-cache"))
     (data_png,) = draw(load(Path("bench-data/data.json")), Path("bench-data"))
+    (plan_png,) = draw(load(Path("bench-plan/plan.json")), Path("bench-plan"))
 
 Every marker is a measurement. Lines that were not measured are dashed, and their label says so.
 """
@@ -17,6 +18,7 @@ from contratile.bench.plots.cache import draw_cache
 from contratile.bench.plots.data import draw_data
 from contratile.bench.plots.family import draw_family
 from contratile.bench.plots.loss import draw_loss
+from contratile.bench.plots.plan import draw_plan
 from contratile.bench.plots.ring import draw_ring
 from contratile.bench.rows import Recording
 
@@ -38,5 +40,6 @@ def draw(recording: Recording[Any], folder: Path) -> tuple[Path, ...]:
         "ring": draw_ring,
         "cache": draw_cache,
         "data": draw_data,
+        "plan": draw_plan,
     }
     return make[recording.kind](recording, folder)
