@@ -26,10 +26,9 @@ def parser() -> argparse.ArgumentParser:
         prog="contratile plan",
         description="Predict what a training run needs: memory term by term, the largest batch that fits with this and "
         "with other losses, the best chunk, and the seconds of a step. No weights are loaded, and nothing is trained. "
-        "All options of `contratile train` are options here too (--towers, --batch, --chunk, --precision, --fsdp, "
-        "--checkpointing, --offload, --optimizer, --loss, --config ...); those that change neither memory nor time "
-        "only go into the recipe that --write writes. Data is not opened: pass --samples-per-epoch for steps per "
-        "epoch.",
+        "All options of `contratile train` are options here too, recipes included; those that change neither memory "
+        "nor time only go into the recipe that is written. Data is not opened, so that the number of pairs must be "
+        "passed for steps per epoch.",
         allow_abbrev=False,
     )
     parser.add_argument(
