@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -73,18 +73,14 @@ class PlanSeries(Series):
     def __init__(self, config: PlanBenchConfig) -> None:
         super().__init__(config, "training steps", ("plan",), ("plan",))
         self.config = config
-        self.found: dict[Point, list[dict[str, Any]]] = {}
+        self.ahead: dict[Point, Future[list[dict[str, Any]]]] = {}
         self.calibrations: dict[Point, Line] = {}
 
     def start(self) -> None:
-        """With several jobs, run all points ahead; rows then only look them up."""
-        if self.config.jobs == 1:
-            return
-        with ThreadPoolExecutor(self.config.jobs) as pool:
-            every = pool.map(lambda point: (point, self._run(point)), self.config.points)
-            for point, found in every:
-                self.found[point] = found
-                self.notify(f"{len(self.found)} of {len(self.config.points)} points run")
+        """With several jobs, points run ahead of their rows."""
+        if self.config.jobs > 1:
+            pool = ThreadPoolExecutor(self.config.jobs)
+            self.ahead = {point: pool.submit(self._run, point) for point in self.config.points}
 
     def _run(self, point: Point) -> list[dict[str, Any]]:
         config = self.config
@@ -96,7 +92,7 @@ class PlanSeries(Series):
     def rows(self, n: int) -> Iterator[dict[str, Any]]:
         point, config = self.config.points[n], self.config
         self.notify(f"{point.model}, batch {point.batch}, chunk {point.chunk}: running")
-        found = self.found.get(point) or self._run(point)
+        found = self.ahead[point].result() if point in self.ahead else self._run(point)
         good = [one for one in found if "peak" in one]
         status = "ok" if good else str(found[0].get("status", "failed"))
         work, seconds = predict(point, good[0] if good else None)
