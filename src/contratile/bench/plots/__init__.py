@@ -18,8 +18,10 @@ from contratile.bench.plots.cache import draw_cache
 from contratile.bench.plots.data import draw_data
 from contratile.bench.plots.family import draw_family
 from contratile.bench.plots.loss import draw_loss
+from contratile.bench.plots.nodes import draw_nodes
 from contratile.bench.plots.plan import draw_plan
 from contratile.bench.plots.ring import draw_ring
+from contratile.bench.plots.scale import draw_scale
 from contratile.bench.rows import Recording
 
 
@@ -41,5 +43,7 @@ def draw(recording: Recording[Any], folder: Path) -> tuple[Path, ...]:
         "cache": draw_cache,
         "data": draw_data,
         "plan": draw_plan,
+        "nodes": draw_nodes,
+        "scale": draw_scale,
     }
     return make[recording.kind](recording, folder)
