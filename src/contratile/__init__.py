@@ -34,16 +34,21 @@ from contratile.mining import mine_hard_negatives as mine_hard_negatives
 __version__ = "0.2.0"
 
 if _TYPE_CHECKING:
+    from contratile.planner.run_plan import plan as plan
     from contratile.train.loaded import load as load
 else:  # type checkers know which names there are
 
     def __getattr__(name: str) -> object:
-        """`load`, which needs more packages than the losses; and what other packages call the losses."""
+        """`load` and `plan`, which import more than the losses; and what other packages call the losses."""
         if name == "load":
             from contratile.train.loaded import load
 
             return load
+        if name == "plan":
+            from contratile.planner.run_plan import plan
+
+            return plan
         from contratile.keywords import suggestion
 
-        known = [*(x for x, value in globals().items() if callable(value)), "load"]
+        known = [*(x for x, value in globals().items() if callable(value)), "load", "plan"]
         raise AttributeError(f"module 'contratile' has no attribute {name!r}{suggestion(name, known)}")

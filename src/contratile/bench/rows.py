@@ -147,6 +147,28 @@ class DataRow(Row):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanRow(Row):
+    """A row of `bench plan`: a training step, measured and predicted. Memory is that of the largest rank."""
+
+    chunk: int
+    tokens: int
+    checkpointing: bool
+    offload: str
+    world: int
+    measured_mib: float | None = None
+    """Peak resident memory beyond what the process had before it built anything."""
+
+    predicted_mib: float
+    """From the definition of the encoders alone."""
+
+    calibrated_mib: float | None = None
+    """After two small chunks were run here."""
+
+    predicted_seconds: float
+    """At the rates that the process measured before the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class NodesRow(Row):
     """A row of `benchmarks/nodes.py`: a ring (`flat`, `nodes`) on emulated nodes, the time of the slowest rank."""
 
@@ -199,6 +221,7 @@ ROWS: dict[str, type[Row]] = {
     "ring": RingRow,
     "cache": CacheRow,
     "data": DataRow,
+    "plan": PlanRow,
     "nodes": NodesRow,
     "scale": ScaleRow,
 }
