@@ -20,8 +20,10 @@ from contratile.errors import bad_value, check_choice
 from contratile.grad_cache.chunks import Encoder, Nest, count_rows, tensors_of
 from contratile.grad_cache.encoded import ChunkRecord, Encoded, EncoderSide, OutputGrads
 from contratile.grad_cache.feed import ChunkSize, Feed
+from contratile.grad_cache.lengths import ByLength
 from contratile.grad_cache.loss import LossCall
 from contratile.grad_cache.offload import OFFLOADS, Offload, make_store
+from contratile.grad_cache.plan import Padding
 from contratile.grad_cache.progress import Progress, RichBar, silent
 from contratile.grad_cache.replay import Autocast, RandomState, copy_buffers, devices_of, restore_buffers
 from contratile.grad_cache.wrappers import unsynchronised
@@ -56,6 +58,10 @@ class GradCache:
         loss: Called as `loss(*features, **loss_keywords)`. Returns a scalar, or a tuple that starts with it.
         chunk_size: Rows to encode at a time: one number, one per input, or "auto", which finds the largest chunk that
             fits by trial in the first step.
+        chunk_tokens: Tokens to encode at a time, padding included, for inputs that are cut by length; with a number as
+            `chunk_size` at most so many rows as well.
+        lengths: "auto" sorts the rows of mappings with an attention mask by length and cuts off their padding, if the
+            features stay the same; see `ByLength`, which also chooses what is cut. "off" keeps rows as they come.
         offload: Where chunks are kept until the second forward pass: "none" leaves them where they are, "host" moves
             them to host memory (pinned for CUDA), "disk" to a temporary file. Offloaded chunks are brought to the
             encoder's device when they are needed.
@@ -86,6 +92,8 @@ class GradCache:
         loss: Callable[..., Any],
         chunk_size: ChunkSize = "auto",
         *,
+        chunk_tokens: int | None = None,
+        lengths: Literal["auto", "off"] | ByLength = "auto",
         offload: Offload = "none",
         offload_features: bool = False,
         directory: str | Path | None = None,
@@ -97,10 +105,20 @@ class GradCache:
         check_choice("offload", offload, OFFLOADS)
         if offload_features and offload == "none":
             bad_value("offload_features", expected="offload='host' or 'disk' with it", got="'none'", remedy="Pass one.")
-        self.feed = Feed(encoders, chunk_size, select=features, memory_limit=memory_limit, group=group)
+        self.feed = Feed(
+            encoders,
+            chunk_size,
+            chunk_tokens=chunk_tokens,
+            lengths=lengths,
+            select=features,
+            memory_limit=memory_limit,
+            group=group,
+        )
         self.loss, self.group = loss, group
         self.offload, self.offload_features, self.directory = offload, offload_features, directory
         self.progress: Progress = RichBar() if progress == "bar" else progress or silent
+        self.padding = Padding()
+        """Tokens of the last step: real ones, encoded ones, and as they came."""
 
     def step(self, *inputs: Nest, **loss_keywords: Any) -> Any:
         """Compute the loss and add its gradients to `.grad`.
@@ -157,18 +175,22 @@ class GradCache:
         Returns:
             An `Encoded`. Its `features` are leaves: one entry per encoder, with all rows.
         """
-        sides = self.feed.sides(inputs)
+        agenda = self.feed.agenda(inputs)
+        sides = agenda.sides
         devices = devices_of(x for side in sides for x in side.owner.parameters())
         store = make_store(self.offload, self.directory)
         encoded = Encoded(sides, store, Autocast(devices), offload_features=self.offload_features)
         state: RandomState | None = None
         try:
-            for side, chunk in self.feed.chunks(sides, inputs):
+            for item in agenda.items:
+                side, chunk, rows = item.side, item.chunk(), item.rows
                 here = store.bring(chunk, side.device)
                 state = RandomState.now(devices | devices_of(tensors_of(here)), state)
-                rows = side.add(self._first_pass(side, here), encoded.feature_store)
+                side.add(self._first_pass(side, here), rows, encoded.feature_store)
                 if side.trainable:
-                    encoded.records.append(ChunkRecord(side, rows, store.put(chunk, side.device), state))
+                    slot = store.put(chunk, side.device)
+                    encoded.records.append(ChunkRecord(side, rows, len(item.piece.rows), slot, state))
+                self._show_padding(agenda.padding)
                 self.progress("encode", sum(side.rows for side in sides), encoded.total)
             if torch.is_grad_enabled() and not any(side.trainable for side in sides):
                 remedy = "Frozen encoders need no cache: encode under torch.no_grad() and call the loss."
@@ -213,7 +235,7 @@ class GradCache:
         with encoded:
             work = encoded.work()
             last = {id(wrapper): index for index, (record, _) in enumerate(work) for wrapper in record.side.wrappers}
-            total, done = sum(record.rows.stop - record.rows.start for record, _ in work), 0
+            total, done = sum(record.count for record, _ in work), 0
             now = RandomState.now({device for record, _ in work for device in record.state.states})
             try:
                 for index, (record, chunk, gradients) in enumerate(encoded.fetch(work)):
@@ -222,7 +244,7 @@ class GradCache:
                     record.state.restore()
                     with unsynchronised(w for w in record.side.wrappers if last[id(w)] != index):
                         self._second_pass(record.side, chunk, gradients, encoded.autocast)
-                    done += record.rows.stop - record.rows.start
+                    done += record.count
                     self.progress("backward", done, total)
             finally:
                 now.restore()
@@ -255,6 +277,11 @@ class GradCache:
             pairs = [(x, g) for x, g in zip(output, gradients, strict=True) if g is not None and x.requires_grad]
             with autocast.off():
                 torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
+
+    def _show_padding(self, padding: Padding) -> None:
+        self.padding = padding
+        if isinstance(self.progress, RichBar):
+            self.progress.note = str(padding) if padding.real else ""
 
     def _end_progress(self) -> None:
         if isinstance(self.progress, RichBar):

@@ -56,3 +56,15 @@ def check_equal_counts(count: int, team: Team, device: torch.device) -> None:
     if team.size * squares != total * total:
         remedy = "Give every rank the same number of rows, or ranks with fewer rows smaller chunks. DDP needs neither."
         bad_value("chunks of an FSDP encoder", expected="equally many on every rank", got=count, remedy=remedy)
+
+
+@contextmanager
+def without_buffer_broadcast(wrappers: Iterable[nn.Module]) -> Iterator[None]:
+    """Context in which DDP does not broadcast buffers before forward passes, which the other ranks may not run."""
+    with ExitStack() as stack:
+        for wrapper in wrappers:
+            before = getattr(wrapper, "require_forward_param_sync", None)
+            if before:
+                stack.callback(setattr, wrapper, "require_forward_param_sync", before)
+                wrapper.require_forward_param_sync = False  # type: ignore[assignment]  # an attribute of DDP
+        yield
