@@ -8,7 +8,7 @@ import pytest
 from contratile.data import DataConfig, open_source
 from contratile.data.foreign import Foreign, scheme
 from contratile.data.shards import expand
-from contratile.train.config import load_config
+from contratile.train.config_file import load_config
 from tests.data.files import shard_members, write_tar
 
 ORIGIN = "RUN/config.toml"

@@ -12,7 +12,7 @@ import contratile as ct
 from contratile.bench.clock import Step
 from contratile.cli import main
 from contratile.doctor import tune as tuning
-from contratile.doctor.tune import AGAIN, DEFAULT, Subject, Tiles, TuneOptions, Tuning, subjects, tune
+from contratile.doctor.tune import AGAIN, DEFAULT, CpuTiles, Subject, TuneOptions, Tuning, subjects, tune
 from contratile.engine import passes, tuned
 from contratile.engine.backends import torch_tiles
 from contratile.engine.plan import WORKSPACE_LIMIT, TilePlan, plan_tiles
@@ -52,7 +52,7 @@ def tune_tiles() -> Tuning:
 
 
 def test_the_fastest_tiles_are_kept_and_used(seconds: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [*Tiles(N, D, torch.float32).candidates()]
+    names = [*CpuTiles(N, D, torch.float32).candidates()]
     assert names[0] == DEFAULT and len(names) > 2
     seconds |= {names[1]: 0.9, names[2]: 0.8}
     found = tune_tiles()
@@ -78,7 +78,7 @@ def test_the_fastest_tiles_are_kept_and_used(seconds: dict[str, float], monkeypa
 
 
 def test_gains_within_the_noise_change_nothing(seconds: dict[str, float]) -> None:
-    name = list(Tiles(N, D, torch.float32).candidates())[1]
+    name = list(CpuTiles(N, D, torch.float32).candidates())[1]
     seconds[name] = 0.975
     assert tune_tiles().kept == DEFAULT and not tuned.entries()
     seconds |= {name: 0.9, AGAIN: 1.2}  # the default differs from itself by more
@@ -104,7 +104,7 @@ def test_what_counts_as_faster(default: list[float], candidate: list[float], noi
 def test_a_busy_machine_leaves_the_old_choice(
     seconds: dict[str, float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = list(Tiles(N, D, torch.float32).candidates())[1]
+    name = list(CpuTiles(N, D, torch.float32).candidates())[1]
     seconds[name] = 0.5
     assert tune_tiles().kept == name
     seconds |= {name: 1.0, AGAIN: 1.5}
@@ -115,7 +115,7 @@ def test_a_busy_machine_leaves_the_old_choice(
 
 
 def test_a_default_that_became_the_fastest_removes_the_old_choice(seconds: dict[str, float]) -> None:
-    name = list(Tiles(N, D, torch.float32).candidates())[1]
+    name = list(CpuTiles(N, D, torch.float32).candidates())[1]
     seconds[name] = 0.5
     assert tune_tiles().kept == name and tuned.tiles(D, 4) is not None
     seconds[name] = 2.0
@@ -124,7 +124,7 @@ def test_a_default_that_became_the_fastest_removes_the_old_choice(seconds: dict[
 
 def test_wrong_candidates_are_not_timed(seconds: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of one height give gradients that are off by one in a thousand."""
-    candidates = Tiles(N, D, torch.float32).candidates()
+    candidates = CpuTiles(N, D, torch.float32).candidates()
     name = list(candidates)[2]
     shape = candidates[name]
     backward = torch_tiles.backward
@@ -145,30 +145,30 @@ def test_wrong_candidates_are_not_timed(seconds: dict[str, float], monkeypatch: 
 def test_a_winner_that_is_wrong_in_another_loss_is_not_kept(
     seconds: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = list(Tiles(N, D, torch.float32).candidates())[1:3]
+    first, second = list(CpuTiles(N, D, torch.float32).candidates())[1:3]
     seconds |= {first: 0.5, second: 0.6}
-    check = Tiles.check
+    check = CpuTiles.check
 
-    def wrong(self: Tiles, choice: Any, loss: str) -> Any:
+    def wrong(self: CpuTiles, choice: Any, loss: str) -> Any:
         found = check(self, choice, loss)
         bad = loss == "siglip_loss" and choice == self.candidates()[first]
         return type(found)(**{**vars(found), "ok": found.ok and not bad})
 
-    monkeypatch.setattr(Tiles, "check", wrong)
+    monkeypatch.setattr(CpuTiles, "check", wrong)
     found = tune_tiles()
     assert found.kept == second and len(found.wrong) == 1 and "siglip_loss" in found.wrong[0]
 
 
 def test_a_candidate_that_raises_is_a_note(seconds: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    name = list(Tiles(N, D, torch.float32).candidates())[1]
-    step = Tiles.step
+    name = list(CpuTiles(N, D, torch.float32).candidates())[1]
+    step = CpuTiles.step
 
-    def broken(self: Tiles, choice: Any) -> Step:
+    def broken(self: CpuTiles, choice: Any) -> Step:
         if choice == self.candidates()[name]:
             raise RuntimeError("out of resources")
         return step(self, choice)
 
-    monkeypatch.setattr(Tiles, "step", broken)
+    monkeypatch.setattr(CpuTiles, "step", broken)
     found = tune_tiles()
     assert [trial.note for trial in found.trials if trial.candidate == name] == ["RuntimeError: out of resources"]
     assert not found.wrong
@@ -183,17 +183,17 @@ def test_every_candidate_has_turns_in_every_round(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(tuning, "turn", turn)
     steps: dict[str, Step] = {name: lambda name=name: order.append(name) for name in (DEFAULT, "a", "b")}  # type: ignore[misc]
-    times = tuning._timed(Tiles(16, 8, torch.float32), steps, lambda text: None)
+    times = tuning._timed(CpuTiles(16, 8, torch.float32), steps, lambda text: None)
     rounds = [order[at : at + 4] for at in range(0, len(order), 4)]
-    assert len(rounds) == Tiles.rounds and all(sorted(one) == ["a", "b", DEFAULT, DEFAULT] for one in rounds)
+    assert len(rounds) == CpuTiles.rounds and all(sorted(one) == ["a", "b", DEFAULT, DEFAULT] for one in rounds)
     assert len({tuple(one) for one in rounds}) > 1, "nobody is always last"
-    assert set(times) == {DEFAULT, "a", "b", AGAIN} and {len(found) for found in times.values()} == {Tiles.rounds}
+    assert set(times) == {DEFAULT, "a", "b", AGAIN} and {len(found) for found in times.values()} == {CpuTiles.rounds}
 
 
 @pytest.mark.parametrize("d", [16, 768, 20_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_candidates_keep_the_workspace(d: int, dtype: torch.dtype) -> None:
-    subject = Tiles(4, d, dtype)
+    subject = CpuTiles(4, d, dtype)
     subject.n = 1 << 16
     for choice in subject.candidates().values():
         shape = (choice[0], choice[1]) if choice else None
@@ -214,7 +214,7 @@ def test_the_command_times_and_prints(capsys: pytest.CaptureFixture[str], folder
 
 
 def test_the_command_as_json(capsys: pytest.CaptureFixture[str], folder: Path, seconds: dict[str, float]) -> None:
-    name = list(Tiles(N, D, torch.float32).candidates())[1]
+    name = list(CpuTiles(N, D, torch.float32).candidates())[1]
     seconds[name] = 0.5
     assert main(["doctor", *SMALL, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from contratile.train.config import to_toml
+from contratile.train.config_file import to_toml
 from tests.train.runs import shapes, small
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ import pytest
 
 from contratile.cli import main
 from contratile.recipes import FOLDER, find_recipe, recipe_names
-from contratile.train.config import load_config
+from contratile.train.config_file import load_config
 from contratile.train.schedule import in_steps
 
 PAPER: dict[str, dict[str, Any]] = {

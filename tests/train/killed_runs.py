@@ -33,7 +33,7 @@ import torch
 from contratile.cli import main
 from contratile.report.tracking import history
 from contratile.train import checkpoint, loop, results
-from contratile.train.config import to_toml
+from contratile.train.config_file import to_toml
 from contratile.train.results import is_finished
 from tests.processes import members, until
 from tests.train.runs import everything, shapes, small

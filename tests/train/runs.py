@@ -13,7 +13,8 @@ from contratile.models.tiny import train_tokenizer
 from contratile.models.towers import build_towers, recipe_checksums, save_recipe
 from contratile.report.tracking import history
 from contratile.train import checkpoint
-from contratile.train.config import SECTIONS, TrainConfig, from_dict, save_config
+from contratile.train.config import SECTIONS, TrainConfig
+from contratile.train.config_file import from_dict, save_config
 from contratile.train.paths import absolute_paths
 from tests.torchvision_repair import repair_torchvision
 

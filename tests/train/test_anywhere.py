@@ -21,7 +21,8 @@ from contratile.metrics import nearest
 from contratile.models.encoding import encode
 from contratile.models.towers import build_towers
 from contratile.report.gallery import load_gallery, make_gallery, save_gallery
-from contratile.train.config import TrainConfig, load_config, to_toml
+from contratile.train.config import TrainConfig
+from contratile.train.config_file import load_config, to_toml
 from contratile.train.load import load_run
 from contratile.train.loop import Trainer
 from contratile.train.paths import absolute_data, absolute_paths, absolute_towers, missing_data

@@ -15,7 +15,8 @@ from contratile.models.encoding import encode
 from contratile.models.locked import kept_outputs, rows_of
 from contratile.report.gallery import load_gallery
 from contratile.report.tracking import history
-from contratile.train.config import TrainConfig, to_toml
+from contratile.train.config import TrainConfig
+from contratile.train.config_file import to_toml
 from contratile.train.loop import Trainer
 from tests.ranks import launch_environment, torchrun
 from tests.train.runs import losses, shapes, small

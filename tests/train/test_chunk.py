@@ -12,7 +12,8 @@ import torch
 from contratile.grad_cache.auto import Trial
 from contratile.train import chunk as search
 from contratile.train.chunk import find_chunk, saved_chunk
-from contratile.train.config import TrainConfig, load_config
+from contratile.train.config import TrainConfig
+from contratile.train.config_file import load_config
 from contratile.train.header import header
 from contratile.train.loop import Trainer
 from contratile.train.random_state import random_state

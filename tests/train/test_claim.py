@@ -15,7 +15,7 @@ import pytest
 
 from contratile.cli import main
 from contratile.train.claim import LOCK, claim
-from contratile.train.config import to_toml
+from contratile.train.config_file import to_toml
 from tests.train.runs import shapes, small
 
 fcntl = pytest.importorskip("fcntl")

@@ -18,7 +18,8 @@ from contratile.data.loader import Batch
 from contratile.data.rows import Subset
 from contratile.models.encoding import encode
 from contratile.report.gallery import load_gallery
-from contratile.train.config import TrainConfig, load_config, to_toml
+from contratile.train.config import TrainConfig
+from contratile.train.config_file import load_config, to_toml
 from contratile.train.load import load_run
 from contratile.train.loop import Trainer
 from contratile.train.results import is_finished

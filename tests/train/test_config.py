@@ -7,7 +7,8 @@ import pytest
 
 from contratile.cli.train import parse
 from contratile.recipes import find_recipe, recipe_names
-from contratile.train.config import RunConfig, TrainConfig, load_config, save_config, to_toml
+from contratile.train.config import RunConfig, TrainConfig
+from contratile.train.config_file import load_config, save_config, to_toml
 from contratile.train.loop import Trainer
 from tests.torchvision_repair import repair_torchvision
 from tests.train.runs import shapes, small

@@ -13,7 +13,7 @@ from contratile.cli import main
 from contratile.data.catalog import open_source
 from contratile.report.gallery import Gallery, load_gallery, make_gallery, save_gallery
 from contratile.train import Trainer, encode, load_run, search, write_results
-from contratile.train.config import load_config, to_toml
+from contratile.train.config_file import load_config, to_toml
 from contratile.train.gallery_search import example_query
 from contratile.train.results import held_out_rows
 from tests.train.runs import shapes, small

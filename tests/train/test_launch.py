@@ -13,7 +13,7 @@ import pytest
 
 from contratile.cli import main
 from contratile.recipes import find_recipe, recipe_names
-from contratile.train.config import to_toml
+from contratile.train.config_file import to_toml
 from contratile.train.launch import processes_started
 from contratile.train.loop import Trainer
 from tests.processes import members, until

@@ -22,7 +22,7 @@ from contratile.models import towers
 from contratile.recipes import find_recipe
 from contratile.report.tracking import history
 from contratile.train import checkpoint
-from contratile.train.config import load_config, to_toml
+from contratile.train.config_file import load_config, to_toml
 from contratile.train.loop import Trainer
 from tests.ranks import accelerate_launch, launch_environment, torchrun
 from tests.train.killed_runs import POINTS

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from contratile.models.towers import TowerConfig, build_towers
-from contratile.train.config import load_config
+from contratile.train.config_file import load_config
 from contratile.train.loop import Trainer
 from contratile.train.optim import (
     PRETRAINED,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from contratile.report.tracking import history
-from contratile.train.config import load_config
+from contratile.train.config_file import load_config
 from contratile.train.loop import Trainer
 from contratile.train.optim import OptimConfig
 from contratile.train.schedule import in_steps, learning_rate

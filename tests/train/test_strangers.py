@@ -14,7 +14,7 @@ from contratile.cli import main
 from contratile.data.catalog import open_source
 from contratile.models.pretrained import refuse_code
 from contratile.models.towers import TowerConfig, build_towers
-from contratile.train.config import to_toml
+from contratile.train.config_file import to_toml
 from contratile.train.load import load_run
 from tests.data.files import shard_members, write_tar
 from tests.torchvision_repair import repair_torchvision

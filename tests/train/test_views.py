@@ -13,7 +13,7 @@ from contratile.data.augment import AugmentConfig
 from contratile.models.encoding import SourceFeatures
 from contratile.report.tracking import history
 from contratile.train import TrainConfig, Trainer
-from contratile.train.config import from_dict, load_config, to_toml
+from contratile.train.config_file import from_dict, load_config, to_toml
 from contratile.train.evaluate import chance, neighbors, retrieval
 from contratile.train.load import load_run
 from contratile.train.results import write_results

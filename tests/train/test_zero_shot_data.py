@@ -15,7 +15,8 @@ from contratile.cli import main
 from contratile.models.encoding import encode_texts, evaluating
 from contratile.report.tracking import history
 from contratile.train import class_names
-from contratile.train.config import EvalConfig, TrainConfig, load_config, to_toml
+from contratile.train.config import EvalConfig, TrainConfig
+from contratile.train.config_file import load_config, to_toml
 from contratile.train.evaluate import class_features
 from contratile.train.load import load_run
 from contratile.train.loop import Trainer

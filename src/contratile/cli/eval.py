@@ -6,13 +6,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from contratile.cli.eval_benchmark import benchmark_table, check_benchmark_options, evaluate_benchmark
 from contratile.cli.extras import TRAIN, missing, quiet_progress
 from contratile.cli.options import Parser
 from contratile.errors import bad_value, check_count
 from contratile.printable import printable
+
+if TYPE_CHECKING:
+    from contratile.models.encoding import SourceFeatures
 
 
 def parser() -> argparse.ArgumentParser:
@@ -128,27 +131,9 @@ def _write(results: Any, out: Path | None) -> None:
             draft.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
-def _evaluate(options: Any) -> None:
-    from rich.console import Console
-
-    from contratile.data.catalog import open_source
-    from contratile.models.encoding import best_device, encode
-    from contratile.report.metric_text import neighbor_line, side_names, table, zero_shot_lines
-    from contratile.train.class_names import load_classes, load_templates, of_wordnet_ids
-    from contratile.train.evaluate import (
-        TEMPLATES,
-        chance,
-        labelled,
-        neighbors,
-        not_finite,
-        retrieval,
-        zero_shot,
-        zero_shot_chance,
-    )
+def _check_options(options: Any) -> None:
+    """Refuse what does not fit together, before anything is read."""
     from contratile.train.launch import processes_started
-    from contratile.train.load import load_run
-    from contratile.train.results import left_out
-    from contratile.train.setup import check_kinds
 
     if processes_started() > 1:
         remedy = "Start it without torchrun. With --benchmark several processes share the work."
@@ -156,9 +141,6 @@ def _evaluate(options: Any) -> None:
     if options.templates and not options.classes:
         remedy = "Pass --classes too."
         bad_value("--templates", expected="class names (--classes)", got=options.templates, remedy=remedy)
-    # Read these files first, so that a wrong name fails before the work.
-    names = load_classes(options.classes) if options.classes else []
-    templates = load_templates(options.templates) if options.templates else TEMPLATES
     check_count("--workers", options.workers, least=0)
     check_count("--limit", options.limit, least=0)
     check_count("--chunk", options.chunk, least=1)
@@ -166,23 +148,30 @@ def _evaluate(options: Any) -> None:
         if getattr(options, name) and options.data is None:
             remedy = "The run's own data is read as in training."
             bad_value(f"--{name}", expected="other data (--data)", got=getattr(options, name), remedy=remedy)
+
+
+def _evaluate(options: Any) -> None:
+    from contratile.data.catalog import open_source
+    from contratile.report.metric_text import side_names
+    from contratile.train.class_names import load_classes, load_templates, of_wordnet_ids
+    from contratile.train.evaluate import TEMPLATES, labelled, neighbors, not_finite, retrieval, zero_shot
+    from contratile.train.load import load_run
+    from contratile.train.setup import check_kinds
+
+    _check_options(options)
+    # Read these files first, so that a wrong name fails before the work.
+    names = load_classes(options.classes) if options.classes else []
+    templates = load_templates(options.templates) if options.templates else TEMPLATES
     towers, config, step = load_run(options.run, options.weights, allow_pipe=options.allow_pipe)
     data, split = _data(config.data, options)
     # For "all" pass the data as test data, which is never split.
     source = open_source(*((replace(data, test_data=data.data), "test") if split == "all" else (data, split)))
     views = config.augment if config.augment.views == 2 else None
     check_kinds(source, towers.kinds, views=views is not None)
-    with Console(stderr=True).status("encoding") as status:
-        found = encode(
-            towers.to(best_device()),
-            source,
-            chunk=options.chunk,
-            limit=options.limit,
-            broken_limit=data.broken_limit,
-            augment=views,
-            workers=options.workers,
-            notify=lambda done: status.update(f"encoding: {done:,} pairs"),
-        )
+    if names and views is not None:
+        remedy = "The run trained on two views of each image; it has no text encoder."
+        bad_value("--classes", expected="a run with texts", got=options.run, remedy=remedy)
+    found = _encoded(towers, source, options, broken_limit=data.broken_limit, augment=views)
     wrong = not_finite(found, towers.kinds)
     if wrong:
         remedy = "Evaluate another checkpoint with --weights."
@@ -190,9 +179,6 @@ def _evaluate(options: Any) -> None:
     metrics = {"step": step, "pairs": len(found.keys), "broken": found.broken, **retrieval(found)}
     if views is not None:
         metrics |= neighbors(found)
-    if names and views is not None:
-        remedy = "The run trained on two views of each image; it has no text encoder."
-        bad_value("--classes", expected="a run with texts", got=options.run, remedy=remedy)
     if names:
         found = found._replace(texts=of_wordnet_ids(found.texts, options.classes))
         rows = labelled(found.texts, names).rows
@@ -200,15 +186,42 @@ def _evaluate(options: Any) -> None:
     _write(metrics, options.out)
     if options.json:
         print(json.dumps(metrics))
-        return
-    name = source.name.replace("(test", "(all", 1) if split == "all" else source.name
-    print(f"{len(found.keys):,} pairs of {printable(name)}{left_out(found)}, weights of step {step}")
-    print(printable("\n".join(table(metrics, chance(found), side_names(source, views=views is not None))), lines=True))
+    else:
+        name = source.name.replace("(test", "(all", 1) if split == "all" else source.name
+        _print(metrics, found, name, side_names(source, views=views is not None))
+
+
+def _encoded(towers: Any, source: Any, options: Any, **reading: Any) -> "SourceFeatures":
+    """Encode the data on the best device, with a status line."""
+    from rich.console import Console
+
+    from contratile.models.encoding import best_device, encode
+
+    with Console(stderr=True).status("encoding") as status:
+        return encode(
+            towers.to(best_device()),
+            source,
+            chunk=options.chunk,
+            limit=options.limit,
+            workers=options.workers,
+            notify=lambda done: status.update(f"encoding: {done:,} pairs"),
+            **reading,
+        )
+
+
+def _print(metrics: dict[str, Any], found: "SourceFeatures", name: str, sides: tuple[str, str]) -> None:
+    """Metrics as tables, beside what chance would give."""
+    from contratile.report.metric_text import neighbor_line, table, zero_shot_lines
+    from contratile.train.evaluate import chance, zero_shot_chance
+    from contratile.train.results import left_out
+
+    print(f"{len(found.keys):,} pairs of {printable(name)}{left_out(found)}, weights of step {metrics['step']}")
+    print(printable("\n".join(table(metrics, chance(found), sides)), lines=True))
     if line := neighbor_line(metrics):
         print(line)
-    if names:
-        print(f"zero-shot, {len(names):,} classes, {metrics['classified']:,} samples whose text is one of them")
-        print("\n".join(zero_shot_lines(metrics, zero_shot_chance(len(names)))))
+    if classes := metrics.get("classes"):
+        print(f"zero-shot, {classes:,} classes, {metrics['classified']:,} samples whose text is one of them")
+        print("\n".join(zero_shot_lines(metrics, zero_shot_chance(classes))))
 
 
 def _data(config: Any, options: Any) -> tuple[Any, Any]:

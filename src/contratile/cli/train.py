@@ -63,7 +63,8 @@ def parse(argv: Sequence[str]) -> "TrainConfig":
     """Parse the options, on top of those of `--config RECIPE`."""
     import tyro
 
-    from contratile.train.config import TrainConfig, load_config
+    from contratile.train.config import TrainConfig
+    from contratile.train.config_file import load_config
 
     first = argparse.ArgumentParser(prog="contratile train", add_help=False, allow_abbrev=False)
     first.add_argument("--config")
@@ -116,7 +117,7 @@ def check_out(out: Path, recipe: Path) -> None:
     Raises:
         ValueError: The folder is neither new nor that of a run.
     """
-    from contratile.train.config import CONFIG, load_config
+    from contratile.train.config_file import CONFIG, load_config
 
     try:
         names = [path.name for path in out.iterdir()] if out.is_dir() else []

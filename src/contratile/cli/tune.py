@@ -7,7 +7,7 @@ from pathlib import Path
 
 from contratile.cli.pages import WRONG, Grid, show_page
 from contratile.doctor.checkup import Notify, all_devices
-from contratile.doctor.tune import BUSY, DEFAULT, Trial, TuneOptions, Tuning, subjects, tune
+from contratile.doctor.tune import BUSY, DEFAULT, CandidateResult, TuneOptions, Tuning, subjects, tune
 from contratile.engine import tuned
 
 UNTIMED = "checked but not timed, since Triton is interpreted or the default does not run"
@@ -37,7 +37,7 @@ def tune_and_show(options: argparse.Namespace, notify: Notify) -> int:
 
 
 def _grid(tuning: Tuning) -> Grid:
-    def remark(trial: Trial) -> str:
+    def remark(trial: CandidateResult) -> str:
         if trial.note:
             return WRONG if trial.note.startswith("wrong") else trial.note
         return "kept" if trial.candidate == tuning.kept else ""

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from contratile.data import shards, tables
 from contratile.data.columns import LeftKind
@@ -215,17 +215,7 @@ def _wordnet(config: DataConfig, name: str, split: Split, share: float | None) -
 
 
 def _table(config: DataConfig, name: str, split: Split, share: float | None) -> Indexed:
-    return tables.Table(
-        Path(name),
-        split,
-        left=config.left,
-        right=config.right,
-        left_kind=config.left_kind,
-        negatives=config.negatives,
-        num_negatives=config.num_negatives,
-        root=config.root,
-        test_share=share,
-    )
+    return tables.Table(Path(name), split, **_columns(config), test_share=share)
 
 
 def _shards(config: DataConfig, name: str, split: Split, share: float | None) -> Stream:
@@ -242,20 +232,15 @@ def _hub(config: DataConfig, name: str, split: Split, share: float | None) -> In
     from contratile.data.hub import open_hub
 
     refuse_commands(name, [name.removeprefix("hf:")] if "://" in name else [])
-    return open_hub(
-        name,
-        split,
-        left=config.left,
-        right=config.right,
-        left_kind=config.left_kind,
-        negatives=config.negatives,
-        num_negatives=config.num_negatives,
-        root=config.root,
-        streaming=config.streaming,
-        test_share=share,
-    )
+    return open_hub(name, split, **_columns(config), streaming=config.streaming, test_share=share)
 
 
+def _columns(config: DataConfig) -> dict[str, Any]:
+    """The options of sources with columns."""
+    return {name: getattr(config, name) for name in COLUMN_OPTIONS}
+
+
+COLUMN_OPTIONS = ("left", "right", "left_kind", "negatives", "num_negatives", "root")
 SOURCES = (
     Entry("icons", "14,000 icons and their names, built in", lambda name: name == "icons", _icons),
     Entry(

@@ -8,7 +8,7 @@ table, and streams have equal shares. With `batching="homogeneous"` all pairs of
 so that negatives do too.
 
 A small source with a large weight is repeated: each source is read in random orders, one after the other, and an epoch
-takes the next so many from each.
+takes the next rows of each.
 """
 
 from collections.abc import Iterator, Sequence

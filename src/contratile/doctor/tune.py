@@ -58,7 +58,7 @@ class TuneOptions:
 
 
 @dataclass(frozen=True)
-class Trial:
+class CandidateResult:
     """One candidate."""
 
     candidate: str
@@ -79,7 +79,7 @@ class Tuning:
     dtype: str
     n: int
     d: int
-    trials: list[Trial]
+    trials: list[CandidateResult]
     kept: str
     noise: float
     """How much times of the default differ, at least `LEAST_GAIN`."""
@@ -124,7 +124,7 @@ class Subject(ABC):
         """Compare a loss with fp64."""
 
 
-class Tiles(Subject):
+class CpuTiles(Subject):
     """Tiles of the torch backend on this CPU."""
 
     kind, device, rounds = tuned.TILES, torch.device("cpu"), 4
@@ -227,7 +227,7 @@ def subjects(device: torch.device, options: TuneOptions) -> list[Subject]:
         names = _names(options.dtypes or ("float32",), ("float32", "float64"), "16-bit features use float32's tiles.")
         dims = options.dims or ((128,) if options.quick else (128, 512, 768))
         size = options.size or (2048 if options.quick else 4096)
-        return [Tiles(size, d, DTYPES[name][0]) for name in names for d in dims]
+        return [CpuTiles(size, d, DTYPES[name][0]) for name in names for d in dims]
     if reason is not None:
         what = "Only kernels can be tuned on a GPU, and tiles of the torch backend on a CPU."
         bad_value("device", expected="a device that kernels run on, or the CPU", got=reason, remedy=what)
@@ -302,7 +302,9 @@ def _tune(subject: Subject, tell: Notify) -> Tuning:
         )
     untimed = "" if subject.timed else "right; not timed: Triton is interpreted"
     trials = [
-        Trial(name, best.get(name), best[name] / best[DEFAULT] if name in best else None, notes.get(name, untimed))
+        CandidateResult(
+            name, best.get(name), best[name] / best[DEFAULT] if name in best else None, notes.get(name, untimed)
+        )
         for name in (*choices, *([AGAIN] if best else []))
     ]
     where = subject.kind, subject.name, subject.dtype, subject.n, subject.d

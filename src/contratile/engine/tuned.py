@@ -44,7 +44,7 @@ class Key(NamedTuple):
     versions: str
 
 
-class Entry(NamedTuple):
+class TunedEntry(NamedTuple):
     """What was chosen, and its time beside that of the default."""
 
     choice: Choice
@@ -119,7 +119,7 @@ def record(
     with _alone(path):
         kept = {other: entry for other, entry in _read(path).items() if other != key}
         if choice is not None:
-            kept[key] = Entry(choice, seconds, default_seconds)
+            kept[key] = TunedEntry(choice, seconds, default_seconds)
         rows = [{**other._asdict(), **entry._asdict()} for other, entry in sorted(kept.items())]
         handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{NAME}.", text=True)
         try:
@@ -133,7 +133,7 @@ def record(
 
 
 @cache
-def entries() -> Mapping[Key, Entry]:
+def entries() -> Mapping[Key, TunedEntry]:
     """Return what the file held when this process first asked."""
     here = folder()
     if here is None or os.environ.get(SWITCH, "1") == "0":
@@ -230,7 +230,7 @@ def _bucket(d: int) -> int:
     return (d - 1).bit_length()
 
 
-def _read(path: Path) -> dict[Key, Entry]:
+def _read(path: Path) -> dict[Key, TunedEntry]:
     """The entries of a file. One that is not ours, or is damaged, counts as empty."""
     try:
         with path.open("rb") as file:
@@ -250,7 +250,7 @@ def _read(path: Path) -> dict[Key, Entry]:
         return _ignored(path, f"{type(error).__name__}: {str(error)[:80]}")
 
 
-def _entry(row: Any) -> tuple[Key, Entry]:
+def _entry(row: Any) -> tuple[Key, TunedEntry]:
     key = Key(*(row[name] for name in Key._fields))
     choice, times = row["choice"], (row.get("seconds"), row.get("default_seconds"))
     whole = [key.d, *choice]
@@ -260,13 +260,13 @@ def _entry(row: Any) -> tuple[Key, Entry]:
         raise TypeError("expected positive whole numbers")
     if not all(time is None or type(time) in (int, float) for time in times):
         raise TypeError("expected seconds")
-    return key, Entry(tuple(choice), *times)
+    return key, TunedEntry(tuple(choice), *times)
 
 
 _warned: set[Path] = set()
 
 
-def _ignored(path: Path, reason: str) -> dict[Key, Entry]:
+def _ignored(path: Path, reason: str) -> dict[Key, TunedEntry]:
     if path not in _warned:
         _warned.add(path)
         what = f"contratile ignores {path} ({reason}). Delete it, or write it again with `contratile doctor --tune`."

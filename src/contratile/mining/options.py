@@ -60,7 +60,7 @@ class Window(NamedTuple):
 
     @classmethod
     def of(cls, rules: Rules, positives: int) -> "Window":
-        """The window, if a query has at most so many positives. Its default size is that of sentence-transformers."""
+        """The window, for queries with at most `positives` positives; sized as in sentence-transformers by default."""
         end = rules.range_max
         if end is None:
             strict = any(x is not None for x in (rules.absolute_margin, rules.relative_margin, rules.max_score))

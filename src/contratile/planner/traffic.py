@@ -86,7 +86,7 @@ class Tiling(NamedTuple):
 
 
 class Step(NamedTuple):
-    """N pairs of D features of so many bytes each. Nearly all scores are within range of their program's shift."""
+    """N pairs of D features of `itemsize` bytes each. Nearly all scores are within range of their program's shift."""
 
     n: int
     d: int

@@ -28,8 +28,8 @@ from contratile.train.config import EvalConfig as EvalConfig
 from contratile.train.config import LossConfig as LossConfig
 from contratile.train.config import RunConfig as RunConfig
 from contratile.train.config import TrainConfig as TrainConfig
-from contratile.train.config import load_config as load_config
-from contratile.train.config import save_config as save_config
+from contratile.train.config_file import load_config as load_config
+from contratile.train.config_file import save_config as save_config
 from contratile.train.evaluate import chance as chance
 from contratile.train.evaluate import class_features as class_features
 from contratile.train.evaluate import retrieval as retrieval

@@ -29,7 +29,8 @@ from contratile.host_memory import available_bytes, peak_growth
 from contratile.models.towers import Towers
 from contratile.report.loss_memory import dense_loss_bytes, tiled_loss_bytes
 from contratile.report.tracking import size
-from contratile.train.config import CONFIG, TrainConfig, load_config
+from contratile.train.config import TrainConfig
+from contratile.train.config_file import CONFIG, load_config
 from contratile.train.launch import gather_objects
 from contratile.train.random_state import random_state, set_random_state
 from contratile.train.resume import run_of

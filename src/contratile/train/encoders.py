@@ -13,7 +13,8 @@ from contratile.data.chunk_maker import negatives_side
 from contratile.data.sample import Source, traits_of
 from contratile.models.locked import kept_outputs
 from contratile.models.towers import LockedTowerHead, Tower, Towers, build_towers, save_recipe
-from contratile.train.config import TrainConfig, to_dict
+from contratile.train.config import TrainConfig
+from contratile.train.config_file import to_dict
 from contratile.train.setup import check_kinds, negatives_of, tokenizer_texts
 from contratile.train.sharding import shard
 

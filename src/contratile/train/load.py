@@ -11,7 +11,8 @@ from typing import NamedTuple
 from contratile.errors import bad_value
 from contratile.models.towers import Towers, build_towers, check_recipe, load_weights
 from contratile.train import checkpoint
-from contratile.train.config import CONFIG, TrainConfig, load_config
+from contratile.train.config import TrainConfig
+from contratile.train.config_file import CONFIG, load_config
 from contratile.train.paths import missing_towers
 
 

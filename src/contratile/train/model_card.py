@@ -16,7 +16,8 @@ from contratile.models.export import Exported
 from contratile.printable import printable
 from contratile.report.metric_text import PAIRWISE
 from contratile.report.tracking import history
-from contratile.train.config import TrainConfig, to_dict
+from contratile.train.config import TrainConfig
+from contratile.train.config_file import to_dict
 
 LEFT_OUT = ("out", "resume", "cache", "track", "queries", "timeout", "cpu", "workers")
 """Options that say nothing about the model."""

@@ -19,7 +19,7 @@ from contratile.report.html import SHEET_TEXT, VIEWS_TEXT, write_report
 from contratile.report.loss_memory import dense_loss_bytes, tiled_loss_bytes
 from contratile.report.sheets import SheetRow, contact_sheet, png
 from contratile.report.tracking import history, size
-from contratile.train.config import to_dict
+from contratile.train.config_file import to_dict
 from contratile.train.evaluate import chance
 from contratile.train.gallery_search import example_query, search, searched_side
 from contratile.train.large_loss import large_loss_step

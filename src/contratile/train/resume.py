@@ -15,7 +15,8 @@ from typing import Any
 from contratile.errors import bad_value
 from contratile.train import checkpoint
 from contratile.train.claim import Claim, claim
-from contratile.train.config import RunConfig, TrainConfig, to_dict
+from contratile.train.config import RunConfig, TrainConfig
+from contratile.train.config_file import to_dict
 from contratile.train.paths import absolute_towers
 
 # Options of the towers that do not affect the weights of a checkpoint.

@@ -24,7 +24,7 @@ class Config(NamedTuple):
     warps: int
     stages: int
     registers: int = 256
-    """At most so many for a thread; 256, more than there are, leaves it to the compiler."""
+    """Upper limit per thread; 256 is more than there are and leaves it to the compiler."""
 
     def options(self) -> dict[str, Any]:
         """Triton's options for a launch."""
