@@ -369,6 +369,20 @@ def test_compiled_encoders_see_few_lengths() -> None:
         assert {width for rows, width in shapes if rows == 10} == want
 
 
+def test_a_budget_of_tokens_without_lengths() -> None:
+    """Rows of a chunk times their columns; inputs without tokens have chunks of rows."""
+
+    class Either(Tower):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+            return input_ids @ self.out.weight if input_ids.is_floating_point() else super().forward(input_ids)
+
+    encoder = Either(1)
+    sizes: list[int] = []
+    encoder.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+    ct.GradCache(encoder, clip, 7, chunk_tokens=20).step(padded(N, 1)["input_ids"], torch.randn(N, 16))
+    assert set(sizes) == {3, 2, 7}
+
+
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("chunk_tokens: expected at least 1, got 0", {"chunk_tokens": 0}),
     ("lengths: expected one of 'auto', 'off'", {"lengths": "on"}),

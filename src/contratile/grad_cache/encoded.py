@@ -88,15 +88,19 @@ class EncoderSide:
         return found
 
 
-@dataclass(frozen=True)
+@dataclass
 class ChunkRecord:
-    """A chunk that will be encoded again: its rows, and the random state before its first pass."""
+    """A chunk that will be encoded again, unless its graph is kept."""
 
     side: EncoderSide
     rows: Rows
     count: int
     chunk: Slot
     state: RandomState
+    """The random state before its first pass."""
+
+    kept: list[Tensor] | None = None
+    """The encoder's output with its graph, if that is kept."""
 
 
 class Encoded:
@@ -168,7 +172,8 @@ class Encoded:
         def load(item: tuple[ChunkRecord, Slot]) -> tuple[ChunkRecord, Nest, OutputGrads]:
             record, mine = item
             gradients: OutputGrads = self.feature_store.get(mine) if self.feature_store else mine
-            return record, self.store.get(record.chunk), gradients
+            chunk = self.store.get(record.chunk) if record.kept is None else None
+            return record, chunk, gradients
 
         return iter(self.store.fetch(work, load))
 

@@ -20,7 +20,7 @@ from contratile.errors import bad_type, bad_value, check_choice, check_count
 from contratile.grad_cache.auto import Trial, largest_chunk
 from contratile.grad_cache.chunks import Encoder, Nest, blocks, count_rows, is_whole, joint_blocks
 from contratile.grad_cache.encoded import EncoderSide, Rows
-from contratile.grad_cache.lengths import ByLength, Pool
+from contratile.grad_cache.lengths import ByLength, Pool, token_columns
 from contratile.grad_cache.plan import Padding, Piece, by_length, by_rows
 from contratile.grad_cache.sorting import Sorting
 from contratile.grad_cache.wrappers import check_equal_counts, is_sharded, wrappers_of
@@ -177,7 +177,9 @@ class Feed:
 
     def _cut(self, agenda: Agenda, side: EncoderSide, pool: Pool, offset: int = 0) -> list[Item]:
         if pool.rule is None:
-            plan = by_rows(pool.total, self._size(side, pool))
+            columns = token_columns(pool.nests[0]) if self.chunk_tokens else 0
+            fits = max(1, (self.chunk_tokens or 0) // columns) if columns else sys.maxsize
+            plan = by_rows(pool.total, min(fits, self._size(side, pool)))
         else:
             sizes: dict[str, Any] = {"size": self._size(side, pool), "tokens": self.chunk_tokens}
             plan = by_length(pool.lengths, **sizes, buckets=self.sorting.buckets(side, pool.rule))
@@ -189,7 +191,7 @@ class Feed:
             return self.chunk_size
         if isinstance(self.chunk_size, tuple):
             return self.chunk_size[side.index]
-        if self.chunk_tokens is not None and pool.rule is not None:
+        if self.chunk_tokens is not None and (pool.rule is not None or token_columns(pool.nests[0])):
             return sys.maxsize
         if side.index not in self.found:
             trial = Trial(side, pool.longest())

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from contratile.errors import bad_value, check_count
-from contratile.grad_cache.chunks import Nest, count_rows, map_tensors
+from contratile.grad_cache.chunks import Nest, count_rows, map_tensors, tensors_of
 from contratile.grad_cache.plan import Padding, Piece
 
 POWERS = tuple(2**n for n in range(3, 20))
@@ -65,6 +65,11 @@ def has_lengths(nest: Nest, rule: ByLength) -> bool:
         return False
     mask = nest.get(rule.mask)
     return isinstance(mask, Tensor) and (mask.dim() == 2 or (mask.dim() == 1 and not mask.is_floating_point()))
+
+
+def token_columns(nest: Nest) -> int:
+    """Columns of the widest integer tensor [rows, columns] of a nest; 0 if it has none."""
+    return max((x.shape[1] for x in tensors_of(nest) if x.dim() == 2 and not x.is_floating_point()), default=0)
 
 
 class Pool:
