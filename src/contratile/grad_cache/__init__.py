@@ -2,3 +2,4 @@
 
 from contratile.grad_cache.cache import GradCache as GradCache
 from contratile.grad_cache.lengths import ByLength as ByLength
+from contratile.grad_cache.rows import Rows as Rows

@@ -121,13 +121,17 @@ class Trial:
             return sys.float_info.max
         return available_bytes() / 2 if given is None else given
 
+    def rows(self, size: int) -> Nest:
+        """The inputs."""
+        return repeat_rows(self.block, size)
+
     def encode(self, chunk: Nest) -> Nest:
         """The forward pass."""
         return self.side.encode(chunk)
 
     def _run(self, size: int) -> None:
         owner, device = self.side.owner, self.side.device
-        chunk = map_tensors(lambda x: x.to(device), repeat_rows(self.block, size))
+        chunk = map_tensors(lambda x: x.to(device), self.rows(size))
         kept = [(p, p.grad) for p in owner.parameters()]
         state = RandomState.now(devices_of([*owner.parameters(), *tensors_of(chunk)]))
         buffers = copy_buffers([owner])

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from contratile.errors import bad_value, check_choice
-from contratile.grad_cache.chunks import Encoder, Nest, count_rows, tensors_of
-from contratile.grad_cache.encoded import ChunkRecord, Encoded, EncoderSide, OutputGrads
+from contratile.grad_cache.chunks import Encoder, Nest, tensors_of
+from contratile.grad_cache.encoded import ChunkRecord, Encoded, OutputGrads
 from contratile.grad_cache.feed import ChunkSize, Feed, Item
 from contratile.grad_cache.keep import Keeper, KeepGraphs, Shelf, empty_cache, is_out_of_memory, out_of_memory
 from contratile.grad_cache.lengths import ByLength
@@ -27,7 +27,8 @@ from contratile.grad_cache.offload import OFFLOADS, Offload, make_store
 from contratile.grad_cache.plan import Padding
 from contratile.grad_cache.progress import Progress, RichBar, silent
 from contratile.grad_cache.replay import Autocast, RandomState, copy_buffers, devices_of, restore_buffers
-from contratile.grad_cache.wrappers import unsynchronised
+from contratile.grad_cache.rows import SplitFn
+from contratile.grad_cache.wrappers import reduced_once, unsynchronised
 from contratile.ring.team import Group, Team
 
 
@@ -63,6 +64,8 @@ class GradCache:
             with a number as `chunk_size` at most so many rows as well.
         lengths: "auto" sorts the rows of mappings with an attention mask by length and cuts off their padding, if the
             features stay the same; see `ByLength`, which also chooses what is cut. "off" keeps rows as they come.
+        split_fn: For inputs whose tensors do not have one entry per row: called with the inputs, it returns `Rows`. One
+            for all inputs, or one for each (None for plain rows). Ready ones are in `contratile.grad_cache.rows`.
         keep_graphs: Chunks, the last ones, whose graphs are kept in the first pass, so that they need no second: a
             number, or "auto" for as many as fit into memory with a chunk. Gradients are bitwise the same.
         offload: Where chunks are kept until the second forward pass: "none" leaves them where they are, "host" moves
@@ -98,6 +101,7 @@ class GradCache:
         *,
         chunk_tokens: int | None = None,
         lengths: Literal["auto", "off"] | ByLength = "auto",
+        split_fn: SplitFn | Sequence[SplitFn | None] | None = None,
         keep_graphs: KeepGraphs = 0,
         offload: Offload = "none",
         offload_features: bool = False,
@@ -115,6 +119,7 @@ class GradCache:
             chunk_size,
             chunk_tokens=chunk_tokens,
             lengths=lengths,
+            split_fn=split_fn,
             select=features,
             memory_limit=memory_limit,
             group=group,
@@ -258,13 +263,14 @@ class GradCache:
                 if any(last[id(wrapper)] == index for wrapper in record.side.wrappers):
                     record.kept = None  # its forward pass has to prepare the synchronisation
             try:
-                for index, (record, chunk, gradients) in enumerate(encoded.fetch(work)):
-                    if gradient is not None:
-                        gradients = [None if g is None else g * gradient for g in gradients]
-                    with unsynchronised(w for w in record.side.wrappers if last[id(w)] != index):
-                        self._second_pass(record, chunk, gradients, encoded.autocast)
-                    done += record.count
-                    self.progress("backward", done, total)
+                with reduced_once(wrapper for record, _ in work for wrapper in record.side.wrappers):
+                    for index, (record, chunk, gradients) in enumerate(encoded.fetch(work)):
+                        if gradient is not None:
+                            gradients = [None if g is None else g * gradient for g in gradients]
+                        with unsynchronised(w for w in record.side.wrappers if last[id(w)] != index):
+                            self._second_pass(record, chunk, gradients, encoded.autocast)
+                        done += record.count
+                        self.progress("backward", done, total)
             except (RuntimeError, MemoryError) as error:
                 if is_out_of_memory(error):
                     self.keeper.back_off()
@@ -281,17 +287,18 @@ class GradCache:
     ) -> tuple[Nest, bool]:
         """Output of a chunk, and whether it has a graph to keep. If memory runs out, all kept graphs are released."""
         with out_of_memory(tolerated=keep or bool(shelf.kept)) as attempt:
-            return self._first_pass(item.side, chunk, keep=keep), keep
+            return self._first_pass(item, chunk, keep=keep), keep
         assert attempt.failed
         shelf.release()
         shelf.room = 0.0
         self.keeper.back_off()
         empty_cache(item.side.device)
         state.restore()
-        return self._first_pass(item.side, chunk, keep=False), False
+        return self._first_pass(item, chunk, keep=False), False
 
-    def _first_pass(self, side: EncoderSide, chunk: Nest, *, keep: bool) -> Nest:
+    def _first_pass(self, item: Item, chunk: Nest, *, keep: bool) -> Nest:
         """Features of a chunk. The first chunk of a side is encoded with gradients, to see if they need any."""
+        side, rows = item.side, len(item.piece.rows)
         if any(x.requires_grad for x in tensors_of(chunk)):
             remedy = "Make what is learned a parameter of an encoder, or detach the input."
             bad_value("inputs", expected="tensors without requires_grad", got="one with it", remedy=remedy)
@@ -301,7 +308,7 @@ class GradCache:
         self._graphs = look
         with torch.set_grad_enabled(look), unsynchronised(side.wrappers if look else ()):
             output = side.encode(chunk)
-        tensors, rows = tensors_of(output), count_rows(chunk, "chunk")
+        tensors = tensors_of(output)
         if not tensors or any(x.dim() == 0 or len(x) != rows for x in tensors):
             got = [list(x.shape) for x in tensors] or type(output).__name__
             remedy = "Select what the loss needs with features=, for example lambda output: output.pooler_output."

@@ -48,7 +48,10 @@ def count_rows(nest: Nest, name: str) -> int:
         bad_type(name, expected="tensors with a row per example", got=type(nest).__name__, remedy=remedy)
     if len(lengths) > 1:
         got = " and ".join(map(str, sorted(lengths)))
-        bad_value(name, expected="tensors of one batch length", got=got, remedy="Each needs one row per example.")
+        if isinstance(nest, Mapping):
+            got += f" ({', '.join(f'{x} {len(y)}' for x, y in nest.items() if isinstance(y, Tensor) and y.dim())})"
+        remedy = "Each needs one row per example; for patches, packed sequences and several images pass split_fn=."
+        bad_value(name, expected="tensors of one batch length", got=got, remedy=remedy)
     return lengths.pop()
 
 

@@ -20,10 +20,11 @@ from contratile.errors import bad_type, bad_value, check_choice, check_count
 from contratile.grad_cache.auto import Trial, largest_chunk
 from contratile.grad_cache.chunks import Encoder, Nest, blocks, count_rows, is_whole, joint_blocks
 from contratile.grad_cache.encoded import EncoderSide, Rows
-from contratile.grad_cache.lengths import ByLength, Pool, token_columns
+from contratile.grad_cache.lengths import ByLength, Pool, SplitPool, token_columns
 from contratile.grad_cache.plan import Padding, Piece, by_length, by_rows
+from contratile.grad_cache.rows import SplitFn
 from contratile.grad_cache.sorting import Sorting
-from contratile.grad_cache.wrappers import check_equal_counts, is_sharded, wrappers_of
+from contratile.grad_cache.wrappers import check_equal_counts, is_collective, wrappers_of
 from contratile.ring.team import Group, Team
 
 ChunkSize: TypeAlias = "int | Sequence[int] | Literal['auto']"
@@ -74,6 +75,7 @@ class Feed:
         *,
         chunk_tokens: int | None = None,
         lengths: Literal["auto", "off"] | ByLength = "auto",
+        split_fn: SplitFn | Sequence[SplitFn | None] | None = None,
         select: Callable[[Any], Any] | None = None,
         memory_limit: int | None = None,
         group: Group = "auto",
@@ -86,6 +88,7 @@ class Feed:
         if chunk_tokens is not None:
             check_count("chunk_tokens", chunk_tokens, least=1)
         self.sorting = Sorting(lengths)
+        self.split_fn = split_fn
         self.select, self.memory_limit, self.group = select, memory_limit, group
         self.found: dict[int, int] = {}
         """Chunk sizes that "auto" found, by input; reused in later steps."""
@@ -94,7 +97,7 @@ class Feed:
         """The chunks of a step, in the order in which they are encoded."""
         sides = self._sides(inputs)
         agenda = Agenda(sides, iter(()), None, Padding())
-        if len(inputs) == len(sides) and all(map(is_whole, inputs)):
+        if len(inputs) == len(sides) and all(map(self._is_whole, range(len(inputs)), inputs)):
             agenda.sides, pools = self._pools(sides, inputs)
             agenda.known = [
                 x for side, pool in zip(agenda.sides, pools, strict=True) for x in self._cut(agenda, side, pool)
@@ -109,6 +112,9 @@ class Feed:
     def _sides(self, inputs: tuple[Nest, ...]) -> list[EncoderSide]:
         """One side per encoder, or per input if they share an encoder."""
         encoders = self.encoders * len(inputs) if self.shared else self.encoders
+        if isinstance(self.split_fn, Sequence) and len(self.split_fn) != len(encoders):
+            expected = f"one for each of {len(encoders)} inputs"
+            bad_value("split_fn", expected=expected, got=len(self.split_fn), remedy="None for inputs of plain rows.")
         together = len(inputs) == 1 < len(encoders) and not is_whole(inputs[0])
         if not inputs or (len(inputs) != len(encoders) and not together):
             remedy = "Or pass one iterator that yields tuples with a chunk for each encoder."
@@ -119,7 +125,8 @@ class Feed:
         sides = []
         for index, encoder in enumerate(encoders):
             given = None if together else inputs[index]
-            total = count_rows(given, f"input {index}") if is_whole(given) else None
+            plain = is_whole(given) and self._split(index) is None
+            total = count_rows(given, f"input {index}") if plain else None
             owner = owner_of(encoder)
             sides.append(EncoderSide(index, encoder, self.select, owner, wrappers_of(owner), total))
         return sides
@@ -129,14 +136,31 @@ class Feed:
     def _pools(self, sides: list[EncoderSide], inputs: tuple[Nest, ...]) -> tuple[list[EncoderSide], list[Pool]]:
         """A pool for each side, or one for all inputs if one encoder serves them and their rows can be joined."""
         one_size = not isinstance(self.chunk_size, tuple) or len(set(self.chunk_size)) == 1
-        if len(sides) > 1 and one_size and all(side.encoder == sides[0].encoder for side in sides[1:]):
+        plain = self.split_fn is None
+        if plain and len(sides) > 1 and one_size and all(side.encoder == sides[0].encoder for side in sides[1:]):
             pool = self.sorting.joined(sides[0], inputs)
             if pool is not None:
                 first = sides[0]
                 counts = tuple(pool.counts)
                 one = EncoderSide(0, first.encoder, first.select, first.owner, first.wrappers, sum(counts), counts)
                 return [one], [pool]
-        return sides, [self.sorting.pools(side, [x])[0] for side, x in zip(sides, inputs, strict=True)]
+        pools = [self._of_side(side, [x])[0] for side, x in zip(sides, inputs, strict=True)]
+        for side, pool in zip(sides, pools, strict=True):
+            side.total = pool.total
+        return sides, pools
+
+    def _of_side(self, side: EncoderSide, nests: list[Nest]) -> list[Pool]:
+        split = self._split(side.index)
+        if split is None:
+            return self.sorting.pools(side, nests)
+        return [SplitPool(split(nest), f"input {side.index}") for nest in nests]
+
+    def _split(self, index: int) -> SplitFn | None:
+        return self.split_fn[index] if isinstance(self.split_fn, Sequence) else self.split_fn
+
+    def _is_whole(self, index: int, given: Nest) -> bool:
+        """Whether an input is a batch; with a `split_fn` it may be a list."""
+        return is_whole(given) or (self._split(index) is not None and isinstance(given, list))
 
     # --- iterators ----------------------------------------------------------------------------------------------------
 
@@ -148,7 +172,7 @@ class Feed:
             for index in list(waiting):
                 if index != side.index and len(inputs) == len(agenda.sides):
                     yield from self._flush(agenda, agenda.sides[index], waiting.pop(index), read)
-            window = self.sorting.window(side, block)
+            window = 1 if self._split(side.index) else self.sorting.window(side, block)
             mine = waiting.setdefault(side.index, [])
             if mine and not self.sorting.can_join(side, [mine[0], block]):
                 yield from self._flush(agenda, side, mine, read)
@@ -160,7 +184,7 @@ class Feed:
             yield from self._flush(agenda, agenda.sides[index], nests, read)
 
     def _flush(self, agenda: Agenda, side: EncoderSide, nests: list[Nest], read: list[int]) -> Iterator[Item]:
-        for pool in self.sorting.pools(side, nests):
+        for pool in self._of_side(side, nests):
             yield from self._cut(agenda, side, pool, read[side.index])
             read[side.index] += pool.total
 
@@ -170,14 +194,17 @@ class Feed:
                 yield from zip(sides, item, strict=True)
             return
         for side, given in zip(sides, inputs, strict=True):
-            for block in blocks(given, f"input {side.index}"):
+            whole = self._is_whole(side.index, given)
+            for block in [given] if whole else blocks(given, f"input {side.index}"):
                 yield side, block
 
     # --- sizes --------------------------------------------------------------------------------------------------------
 
     def _cut(self, agenda: Agenda, side: EncoderSide, pool: Pool, offset: int = 0) -> list[Item]:
-        if pool.rule is None:
-            columns = token_columns(pool.nests[0]) if self.chunk_tokens else 0
+        if isinstance(pool, SplitPool) and len(pool.lengths):
+            plan = by_length(pool.lengths, size=self._size(side, pool), tokens=self.chunk_tokens)
+        elif pool.rule is None:
+            columns = _columns(pool) if self.chunk_tokens else 0
             fits = max(1, (self.chunk_tokens or 0) // columns) if columns else sys.maxsize
             plan = by_rows(pool.total, min(fits, self._size(side, pool)))
         else:
@@ -191,7 +218,7 @@ class Feed:
             return self.chunk_size
         if isinstance(self.chunk_size, tuple):
             return self.chunk_size[side.index]
-        if self.chunk_tokens is not None and (pool.rule is not None or token_columns(pool.nests[0])):
+        if self.chunk_tokens is not None and (pool.rule is not None or _columns(pool)):
             return sys.maxsize
         if side.index not in self.found:
             trial = Trial(side, pool.longest())
@@ -200,13 +227,20 @@ class Feed:
         return self.found[side.index]
 
     def _check_sharded(self, sides: list[EncoderSide], count: int) -> None:
-        """Forward passes of FSDP are collective, so all ranks need the same number of chunks; checked if known."""
-        if not any(is_sharded(wrapper) for side in sides for wrapper in side.wrappers):
+        """Forward passes of FSDP and ZeRO 3 are collective: all ranks need equally many chunks; checked if known."""
+        if not any(is_collective(wrapper) for side in sides for wrapper in side.wrappers):
             return
         if self.chunk_size == "auto" and self.chunk_tokens is None:
             remedy = "Pass a number: trial runs would leave gradients in the shards."
-            bad_value("chunk_size", expected="a number for FSDP encoders", got="'auto'", remedy=remedy)
+            bad_value("chunk_size", expected="a number for encoders under FSDP or ZeRO 3", got="'auto'", remedy=remedy)
         check_equal_counts(count, Team.of(self.group), sides[0].device)
+
+
+def _columns(pool: Pool) -> int:
+    """Tokens of each row of a pool that is not cut; 0 if it has none."""
+    if isinstance(pool, SplitPool):
+        return len(pool.lengths)
+    return token_columns(pool.nests[0])
 
 
 def owner_of(encoder: Encoder) -> nn.Module:

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from contratile.errors import bad_value, check_choice, check_count
 from contratile.grad_cache.auto import Trial
-from contratile.grad_cache.chunks import Encoder, Nest, count_rows
+from contratile.grad_cache.chunks import Encoder, Nest
 from contratile.grad_cache.encoded import ChunkRecord, EncoderSide
 from contratile.grad_cache.feed import Agenda, Item
-from contratile.grad_cache.wrappers import is_sharded
+from contratile.grad_cache.wrappers import is_collective
 from contratile.host_memory import available_bytes, status_bytes, trim
 
 KeepGraphs: TypeAlias = "int | Literal['auto']"
@@ -56,6 +56,9 @@ class GraphTrial(Trial):
     """A trial that also counts what the graph holds."""
 
     held = 0
+
+    def rows(self, size: int) -> Nest:
+        return self.block  # the chunk as it is
 
     def encode(self, chunk: Nest) -> Nest:
         known = {x.untyped_storage().data_ptr() for x in (*self.side.owner.parameters(), *self.side.owner.buffers())}
@@ -91,9 +94,9 @@ class Keeper:
         """Room for the graphs of a step; none without grad mode."""
         if self.wanted == 0 or not torch.is_grad_enabled():
             return Shelf(0.0)
-        if any(is_sharded(wrapper) for side in agenda.sides for wrapper in side.wrappers):
+        if any(is_collective(wrapper) for side in agenda.sides for wrapper in side.wrappers):
             remedy = "Their parameters are freed after every forward pass. Leave it out, or use DDP."
-            bad_value("keep_graphs", expected="0 for FSDP encoders", got=self.wanted, remedy=remedy)
+            bad_value("keep_graphs", expected="0 for encoders under FSDP or ZeRO 3", got=self.wanted, remedy=remedy)
         if self.wanted != "auto":
             return Shelf(int(self.wanted * self.share), known=agenda.known)
         limit = self._limit(agenda.sides[0].device) * self.share
@@ -114,7 +117,7 @@ class Keeper:
         known = self.costs.get(item.side.encoder)
         if known is None or item.piece.length > LONGER * known.length:
             chunk = item.chunk()
-            trial, rows = GraphTrial(item.side, chunk), count_rows(chunk, "chunk")
+            trial, rows = GraphTrial(item.side, chunk), len(item.piece.rows)
             trial.cost(rows)  # what is allocated once only, by the first call, does not count
             peak = trial.cost(rows)
             known = GraphCost(trial.held / item.piece.cost, max(0.0, peak - trial.held), max(1, item.piece.length))

@@ -20,6 +20,7 @@ from torch import Tensor
 from contratile.errors import bad_value, check_count
 from contratile.grad_cache.chunks import Nest, count_rows, map_tensors, tensors_of
 from contratile.grad_cache.plan import Padding, Piece
+from contratile.grad_cache.rows import Rows
 
 POWERS = tuple(2**n for n in range(3, 20))
 
@@ -248,3 +249,21 @@ def _rows(nest: Nest, rows: slice | Tensor) -> Nest:
         return x[rows] if isinstance(rows, slice) else x.index_select(0, rows.to(x.device))
 
     return map_tensors(taken, nest)
+
+
+class SplitPool(Pool):
+    """Rows that a `split_fn` takes."""
+
+    def __init__(self, rows: Rows, name: str) -> None:
+        if rows.count < 1:
+            bad_value(name, expected="at least one row", got=rows.count, remedy="Skip empty batches.")
+        self.rows, self.rule, self.nests = rows, None, []
+        self.total, self.counts = rows.count, [rows.count]
+        self.lengths = torch.empty(0, dtype=torch.long) if rows.lengths is None else rows.lengths.long().cpu()
+
+    def longest(self) -> Nest:
+        remedy = "Pass a number of rows, or chunk_tokens= if the rows have lengths."
+        bad_value("chunk_size", expected="a number with split_fn", got="'auto'", remedy=remedy)
+
+    def chunk(self, piece: Piece) -> Nest:
+        return self.rows.take(piece.rows)
