@@ -17,7 +17,7 @@ from transformers import BertConfig, BertModel, Trainer, TrainingArguments
 
 import contratile as ct
 
-PAIRS, BATCH, STEPS, PASSAGES, CHUNK = 512, 64, 16, 2, 32
+PAIRS, BATCH, STEPS, PASSAGES, CHUNK, WORDS = 1024, 32, 32, 2, 16, 400
 
 
 class Encoder(nn.Module):
@@ -26,7 +26,7 @@ class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         config = BertConfig(
-            vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+            vocab_size=WORDS + 1, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
         )
         self.bert = BertModel(config, add_pooling_layer=False)
 
@@ -55,7 +55,7 @@ class CachedTrainer(Trainer):
 
 
 def text(start: int, length: int) -> list[int]:
-    return [1 + (start + at) % 50 for at in range(length)]
+    return [1 + (start + at) % WORDS for at in range(length)]
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, dict[str, Tensor]]:
@@ -75,9 +75,9 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, dict[str, Tensor]]:
 def main() -> None:
     torch.manual_seed(0)
     draw = torch.Generator().manual_seed(0)
-    starts, lengths = (torch.randint(most, (PAIRS,), generator=draw).tolist() for most in (50, 20))
+    starts, lengths = (torch.randint(most, (PAIRS,), generator=draw).tolist() for most in (WORDS, 20))
     data = [
-        {"query": text(at, 3 + n // 4), "passages": [text(at + 3, 4 + n), *(text(at + 7, 4 + n),) * (PASSAGES - 1)]}
+        {"query": text(at, 3 + n // 4), "passages": [text(at, 4 + n), *(text(at + 100, 4 + n),) * (PASSAGES - 1)]}
         for at, n in zip(starts, lengths, strict=True)
     ]
     with tempfile.TemporaryDirectory() as folder:
@@ -85,8 +85,8 @@ def main() -> None:
             output_dir=folder,
             per_device_train_batch_size=BATCH,
             max_steps=STEPS,
-            learning_rate=3e-3,
-            logging_steps=4,
+            learning_rate=5e-3,
+            logging_steps=8,
             save_strategy="no",
             report_to="none",
             remove_unused_columns=False,

@@ -66,7 +66,6 @@ def main() -> None:
         trainer.fit(model, loader)
     for step in range(0, len(model.losses), 4):
         print(f"step {step}: loss {model.losses[step]:.4f}")
-    print(f"step {len(model.losses) - 1}: loss {model.losses[-1]:.4f}")
 
 
 if __name__ == "__main__":
