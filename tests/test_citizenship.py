@@ -364,7 +364,9 @@ def test_repr_shows_what_was_given() -> None:
 
 @pytest.mark.parametrize("module", [ct.ClipLoss, ct.InfoNCE, ct.NTXent, ct.SupCon, ct.SigLipLoss])
 def test_modules_refuse_unknown_keywords(module: Callable[..., nn.Module]) -> None:
-    with pytest.raises(TypeError, match=r"expected keywords among .*cache_bytes, precision, got colour=0.1. Drop it"):
+    with pytest.raises(
+        TypeError, match=r"expected keywords among .*cache_bytes, precision, ring, got colour=0.1. Drop it"
+    ):
         module(colour=0.1)
 
 

@@ -11,7 +11,7 @@ rank in random order. If a feature is not finite, every metric is NaN. Scores ar
 features for cosines. Everything runs on this process alone, without gradients.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -212,14 +212,20 @@ def nearest(query: Tensor, gallery: Tensor, k: int, *, tile: int = 16384) -> tup
     """
     check_features({"query": query, "gallery": gallery}, empty=False)
     check_count("k", k, least=1)
-    k = min(k, len(gallery))
+    return nearest_of_tiles(query, (gallery[start : start + tile] for start in range(0, len(gallery), tile)), k)
+
+
+def nearest_of_tiles(query: Tensor, tiles: Iterable[Tensor], k: int) -> tuple[Tensor, Tensor]:
+    """What `nearest` returns, for a gallery whose rows come in parts, for example from a file."""
     scores = query.new_empty(len(query), 0)
     index = torch.empty(len(query), 0, dtype=torch.long, device=query.device)
-    for start in range(0, len(gallery), tile):
-        new = query @ gallery[start : start + tile].t()
+    start = 0
+    for tile in tiles:
+        new = query @ tile.t()
         places = torch.arange(start, start + new.shape[1], device=query.device).expand_as(new)
         scores, best = torch.cat([scores, new], 1).topk(min(k, scores.shape[1] + new.shape[1]), dim=1)
         index = torch.cat([index, places], 1).gather(1, best)
+        start += new.shape[1]
     return scores, index
 
 

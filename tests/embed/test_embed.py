@@ -87,7 +87,7 @@ def test_parquet(folder: Path, tmp_path: Path) -> None:
     for side in ("left", "right"):
         torch.testing.assert_close(torch.tensor(found[side]), getattr(want, side), rtol=0, atol=0)
     assert parquet.ParquetFile(tmp_path / "f.parquet").num_row_groups == 5, "one for each unit"
-    assert [path.name for path in tmp_path.iterdir()] == ["f.parquet"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f.embedded.json", "f.parquet"]
 
 
 @pytest.mark.parametrize("limit", [0, 1, 9, 12, 17])

@@ -17,7 +17,6 @@ import contratile as ct
 from contratile import reference
 from contratile.engine import reserve
 from contratile.engine.backends import torch_tiles
-from contratile.ring.schedule import FlatSchedule
 from contratile.ring.team import NoAnswer, RankLost, Team, bounded, watched
 from tests.ranks import fresh_group, pool
 from tests.torchvision_repair import repair_torchvision
@@ -190,17 +189,6 @@ def test_subgroups() -> None:
     assert half[2] + half[3] == pytest.approx(want(2, 3), rel=1e-12)
     assert pair[1] + pair[3] == pytest.approx(want(1, 3), rel=1e-12)
     assert list(alone) == pytest.approx([want(r) for r in range(4)], rel=1e-12)
-
-
-@pytest.mark.parametrize("world", range(1, 9))
-def test_the_flat_schedule_shows_every_block_to_every_rank(world: int) -> None:
-    ring = FlatSchedule(world)
-    for rank in range(world):
-        assert ring.source(rank, 0) == rank
-        assert sorted(ring.source(rank, step) for step in range(world)) == list(range(world))
-        for step in range(world - 1):
-            assert ring.source(ring.target(rank, step), step + 1) == ring.source(rank, step)
-        assert ring.target(rank, world - 1) == ring.source(rank, world - 1)
 
 
 # --- what travels -----------------------------------------------------------------------------------------------

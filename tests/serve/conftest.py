@@ -6,9 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from contratile.report.gallery import Gallery
+from contratile.report.gallery_corpus import GalleryCorpus
 from contratile.serve import Finder, Server, load_finder, make_server
 from contratile.train import Trainer, write_results
 from tests.train.runs import sentence_folder, shapes, small, texts
+
+
+def gallery_of(finder: Finder) -> Gallery:
+    """The gallery that a finder searches."""
+    assert isinstance(finder.corpus, GalleryCorpus)
+    return finder.corpus.gallery
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from contratile.report.gallery_corpus import GalleryCorpus
 from contratile.serve import Finder, Server
+from tests.serve.conftest import gallery_of
 from tests.serve.devtools import Page, opened
 from tests.train import browser
 
@@ -98,8 +100,9 @@ def test_a_dropped_file_that_is_no_picture_gets_a_reason(pictures: Finder, tmp_p
 
 
 def test_an_empty_query_and_an_empty_result_say_so(pictures: Finder, open_page: Open) -> None:
-    trained = torch.ones_like(pictures.gallery.trained)
-    page = open_page(Finder(pictures.gallery._replace(trained=trained), pictures.towers, "all trained"))
+    gallery = gallery_of(pictures)
+    trained = GalleryCorpus(gallery._replace(trained=torch.ones_like(gallery.trained)))
+    page = open_page(Finder(trained, pictures.towers, "all trained"))
     page.press("Enter")
     page.until(f"{STATUS} === 'Type what to search for, or choose a picture.'")
     page.type("red")
@@ -132,10 +135,10 @@ def test_the_keyboard_reaches_everything_and_the_focus_shows(pictures: Finder, o
 
 
 def test_hostile_names_and_captions_stay_text_on_a_narrow_screen(pictures: Finder, open_page: Open) -> None:
-    gallery = pictures.gallery
+    gallery = gallery_of(pictures)
     names = [HOSTILE[item % 4] + str(item) for item in range(len(gallery.names))]
     texts = [HOSTILE[item % 4] + str(item) for item in range(len(gallery.texts))]
-    hostile = gallery._replace(names=names, texts=texts)
+    hostile = GalleryCorpus(gallery._replace(names=names, texts=texts))
     page = open_page(Finder(hostile, pictures.towers, HOSTILE[0] + HOSTILE[1] + "w" * 200))
     page.resize(400)
     page.type(HOSTILE[0])

@@ -18,12 +18,14 @@ import torch
 
 from contratile.cli import main
 from contratile.data.images import decode
-from contratile.report.gallery import found_rows, load_gallery
+from contratile.report.gallery import load_gallery
+from contratile.report.gallery_corpus import GalleryCorpus, found_rows
 from contratile.serve import Finder, Server, make_server
 from contratile.serve import server as serving_module
 from contratile.train import load_run, search
 from contratile.train.gallery_search import encode_queries
 from tests.processes import until
+from tests.serve.conftest import gallery_of
 
 Start = Callable[[Finder], Server]
 JSON = {"Content-Type": "application/json"}
@@ -107,7 +109,7 @@ def test_views_are_searched_with_pictures(views: Finder, pictures_run: Path, ser
     status, _, body = ask(server, "POST", "/search?k=4", path.read_bytes(), {"Content-Type": "image/png"})
     (group,) = json.loads(body)["groups"]
     features = encode_queries(views.towers.left, [decode(path, "")])
-    (row,) = found_rows(views.gallery, ["no text"], features, k=4)
+    (row,) = found_rows(gallery_of(views), ["no text"], features, k=4)
     assert status == 200 and group["kind"] == "image"
     assert [item["name"] for item in group["items"]] == list(row.names)
     status, error = refused(server, "POST", "/search", b'{"text": "red"}', JSON)
@@ -117,25 +119,27 @@ def test_views_are_searched_with_pictures(views: Finder, pictures_run: Path, ser
 def test_thumbnails_are_those_of_the_gallery(pictures: Finder, serving: Start) -> None:
     server = serving(pictures)
     status, headers, body = ask(server, "GET", "/thumbnail/3")
-    assert (status, headers["Content-Type"], body) == (200, "image/png", pictures.gallery.pictures[3])
-    assert ask(server, "GET", f"/thumbnail/{len(pictures.gallery.pictures)}")[0] == 404
+    assert (status, headers["Content-Type"], body) == (200, "image/png", gallery_of(pictures).pictures[3])
+    assert ask(server, "GET", f"/thumbnail/{len(gallery_of(pictures).pictures)}")[0] == 404
 
 
 def test_a_thumbnail_that_is_no_picture_is_not_sent(pictures: Finder, serving: Start) -> None:
     """Galleries may come from anyone; a browser could take such bytes for a page."""
-    hostile = [b"<script>alert(1)</script>", *pictures.gallery.pictures[1:]]
-    server = serving(Finder(pictures.gallery._replace(pictures=hostile), pictures.towers, "x"))
+    gallery = gallery_of(pictures)
+    hostile = [b"<script>alert(1)</script>", *gallery.pictures[1:]]
+    server = serving(Finder(GalleryCorpus(gallery._replace(pictures=hostile)), pictures.towers, "x"))
     assert [ask(server, "GET", f"/thumbnail/{item}")[0] for item in (0, 1)] == [404, 200]
 
 
 def test_scores_that_are_not_finite_are_left_out(pictures: Finder, serving: Start) -> None:
-    left = torch.full_like(pictures.gallery.left, float("nan"))
-    (group,) = found(serving(Finder(pictures.gallery._replace(left=left), pictures.towers, "x")), {"text": "red"})
+    gallery = gallery_of(pictures)
+    spoiled = GalleryCorpus(gallery._replace(left=torch.full_like(gallery.left, float("nan"))))
+    (group,) = found(serving(Finder(spoiled, pictures.towers, "x")), {"text": "red"})
     assert {item["score"] for item in group["items"]} == {None}
 
 
 def test_the_page_loads_nothing_from_elsewhere(pictures: Finder, serving: Start) -> None:
-    server = serving(Finder(pictures.gallery, pictures.towers, '<img src=x onerror="alert(1)">'))
+    server = serving(Finder(pictures.corpus, pictures.towers, '<img src=x onerror="alert(1)">'))
     status, headers, body = ask(server, "GET", "/")
     page = body.decode()
     assert status == 200 and "<img src=x" not in page and "&lt;img src=x" in page

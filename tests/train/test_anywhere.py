@@ -154,7 +154,8 @@ def test_a_picture_that_is_not_in_the_gallery(
     save_gallery(gallery._replace(pictures=[b"", b"no picture", *gallery.pictures[2:4]]), Path("run"))
     n = len(gallery.names)
     assert main(["search", "run", "red", "--k", str(n)]) == 0
-    assert f"{n - 2} of {n} pictures are not in the gallery" in capsys.readouterr().out
+    told = f"{n - 2} of {n} pictures are missing and left blank: the gallery holds 3 of {n} pictures"
+    assert told in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -276,7 +277,7 @@ def test_an_image_is_looked_for_among_texts(home: Path, capsys: pytest.CaptureFi
     capsys.readouterr()
     assert main(["search", run, " "]) == main(["search", run, "red line", "--out", str(home)]) == 2
     assert main(["search", str(home / "nowhere"), "red line"]) == 2
-    assert "run: expected a folder, got nothing at" in capsys.readouterr().err
+    assert "what to search: expected the folder of a run, or features that" in capsys.readouterr().err
     assert main(["search", run, "red line", "--among", "right"]) == 2
     assert "query: expected the path of a picture, got 'red line' (no such file)" in capsys.readouterr().err
     assert main(["search", run, str(home / "shapes" / "red-line-1.png"), "--among", "right", "--out", "x.png"]) == 2

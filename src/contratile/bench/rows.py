@@ -158,12 +158,61 @@ class DataRow(Row):
     """Memory of all workers together, shared pages counted once."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class NodesRow(Row):
+    """A row of `benchmarks/nodes.py`: a ring (`flat`, `nodes`) on emulated nodes, the time of the slowest rank."""
+
+    world: int
+    nodes: int
+    local: int
+    """Pairs of each rank."""
+
+    link_mbit: int
+    """Speed of a rank's link to other nodes in Mbit/s; 0 if it is not limited."""
+
+    pairs: int
+    """How often both rings were timed in turn."""
+
+    speedup: float
+    """Median over the pairs of the flat ring's time divided by this ring's; the lowest and the highest of the pairs."""
+
+    speedup_lowest: float
+    speedup_highest: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleRow(Row):
+    """A row of `bench scale`: memory of one rank of many."""
+
+    world: int
+    local: int
+    """Pairs of each rank."""
+
+    about: str
+    how: str
+    """`simulated rank`, `real ranks` (the largest of them), or `formula`: not measured at this size."""
+
+    formula_mib: float
+    """What the formula gives for `peak_extra_mib`."""
+
+    hops: int | None = None
+    """Visiting blocks that were computed: enough for all buffers of the ring to exist at the same time."""
+
+    queries: int | None = None
+    """Queries of the rank that were computed, out of `local`."""
+
+    memory_ratio: float | None = None
+    """Memory, measured or by formula, divided by that of `contratile` on as many ranks."""
+
+
 ROWS: dict[str, type[Row]] = {
     "loss": LossRow,
     "family": FamilyRow,
     "ring": RingRow,
     "cache": CacheRow,
     "data": DataRow,
+    "nodes": NodesRow,
+    "scale": ScaleRow,
 }
 R = TypeVar("R", bound=Row)
 
@@ -194,7 +243,7 @@ def hardware_text(facts: dict[str, str]) -> str:
 def threads_text(recording: Recording[Any]) -> str:
     """Return "2 threads" or "1 thread per rank"."""
     count = recording.environment["threads"]
-    return f"{count} thread{'s' * (count != '1')}{' per rank' * (recording.kind == 'ring')}"
+    return f"{count} thread{'s' * (count != '1')}{' per rank' * (recording.kind in ('ring', 'nodes'))}"
 
 
 def save(recording: Recording[Any], folder: Path) -> tuple[Path, Path]:
@@ -221,5 +270,5 @@ def load(path: Path) -> Recording[Any]:
         rows = tuple(ROWS[kind](**row) for row in recorded["rows"])
         return Recording(rows, recorded["environment"], recorded["command"], kind)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        expected = "expected a loss.json, family.json, ring.json, cache.json or data.json written by `contratile bench`"
+        expected = "expected a JSON file of rows written by `contratile bench`"
         raise ValueError(f"{path}: {expected}, got {error!r}") from error

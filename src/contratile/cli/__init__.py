@@ -124,6 +124,13 @@ COMMANDS = (
         "contratile bench ring --quick --out results",
     ),
     Command(
+        "bench scale",
+        "memory per device of the symmetric loss up to a million pairs on 8 and on 128 ranks",
+        "contratile.cli.bench:scale",
+        "contratile.bench.scale:ScaleBenchConfig",
+        "contratile bench scale --quick --out results",
+    ),
+    Command(
         "bench cache",
         "compare training steps in chunks with other gradient caches",
         "contratile.cli.bench:cache",

@@ -1,4 +1,4 @@
-"""`contratile bench loss`, `family`, `ring`, `cache`, `data` and `plot`."""
+"""`contratile bench loss`, `family`, `ring`, `scale`, `cache`, `data` and `plot`."""
 
 import argparse
 import shlex
@@ -29,6 +29,11 @@ def family(argv: Sequence[str]) -> int:
 def ring(argv: Sequence[str]) -> int:
     """The symmetric loss over ranks of this machine against other ways to compute it."""
     return _measure("bench ring", argv)
+
+
+def scale(argv: Sequence[str]) -> int:
+    """Memory per device of the symmetric loss up to a million pairs on many ranks."""
+    return _measure("bench scale", argv)
 
 
 def cache(argv: Sequence[str]) -> int:
@@ -83,7 +88,7 @@ def _measure(name: str, argv: Sequence[str]) -> int:
 def plot_parser() -> argparse.ArgumentParser:
     """Return the options of `bench plot`."""
     parser = Parser(prog="contratile bench plot", description="Draw the plots of a recorded run again.")
-    written = "a loss.json, family.json, ring.json, cache.json or data.json written by `contratile bench`"
+    written = "a JSON file of rows written by `contratile bench`"
     parser.add_argument("results", type=Path, help=written)
     parser.add_argument("--out", type=Path, help="folder for the plots (default: the folder of the results)")
     return parser

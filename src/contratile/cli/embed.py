@@ -57,6 +57,8 @@ def _embed(options: Any) -> None:
             source,
             options.out,
             side=options.side,
+            run=options.run,
+            step=step,
             ranks=ranks,
             notify=lambda done: show(f"embedding: {done * ranks.world:,}{total} samples"),
             **embedding,

@@ -65,8 +65,8 @@ class Opened(NamedTuple):
 
 def opened(options: Any) -> Opened:
     """Load the run, open the data, and connect with the other processes if there are any."""
-    from contratile.data.catalog import open_source
     from contratile.embed.embed import Ranks
+    from contratile.embed.run_source import run_source
     from contratile.models.encoding import best_device
     from contratile.train.launch import join, processes_started
     from contratile.train.load import load_run
@@ -78,21 +78,17 @@ def opened(options: Any) -> Opened:
         check_count(f"--{name.replace('_', '-')}", getattr(options, name), least=1)
     towers, config, step = load_run(options.run, options.weights, allow_pipe=options.allow_pipe)
     given = {name: getattr(options, name) for name in ("data", "left", "right", "root", "streaming")}
-    # Options of the run's own data that mean nothing for other data.
-    alone: dict[str, Any] = {"test_data": "", "data_weights": (), "batching": "mixed", "samples_per_epoch": 0}
-    alone |= {"limit": 0, "negatives": (), "num_negatives": 0, "left_kind": "auto"}
     limit = config.data.broken_limit if options.broken_limit is None else options.broken_limit
-    data = replace(config.data, **alone, **given, broken_limit=limit)
-    if options.split == "all":  # with separate test data nothing is held out
-        data = replace(data, test_data=data.data)
-    source = open_source(data, "test" if options.split == "test" else "train")
+    source = run_source(config.data, {**given, "broken_limit": limit}, split=options.split)
     ranks, device = Ranks(), best_device()
     if processes_started() > 1:
         accelerator = join(replace(config.run, precision="fp32"))
         place = accelerator.process_index, accelerator.num_processes
         ranks, device = Ranks(*place, accelerator.wait_for_everyone), accelerator.device
     embedding = {name: getattr(options, name) for name in ("chunk", "limit", "workers", "save_every")}
+    root = options.root and str(options.root.absolute())
     facts = {"data": absolute_data(options.data), "columns": [options.left, options.right], "split": options.split}
+    facts |= {"root": root}
     return Opened(towers.to(device), step, source, ranks, {**embedding, "broken_limit": limit, "facts": facts})
 
 

@@ -1,20 +1,21 @@
-"""`contratile search`: find the images or texts of a run that are nearest to a query. Needs only the run's folder."""
+"""`contratile search`: find the images or texts of a run, or of embedded features, that are nearest to a query."""
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from contratile.cli.corpus import add_corpus
 from contratile.cli.extras import TRAIN, missing, quiet_progress
 from contratile.cli.options import Parser
-from contratile.errors import bad_value
+from contratile.errors import bad_value, check_count
 from contratile.printable import printable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from contratile.models.towers import Towers
-    from contratile.report.gallery import Side
+    from contratile.report.corpus import Corpus, Side
     from contratile.report.sheets import SheetRow
 
 
@@ -22,10 +23,11 @@ def parser() -> argparse.ArgumentParser:
     """The options of the command."""
     parser = Parser(
         prog="contratile search",
-        description="Search the gallery of a finished run. It holds the held-out pairs, and for small data (or with "
-        "`contratile train --gallery all`) the training pairs too; each result says which it is.",
+        description="Search the gallery of a finished run, or features that `contratile embed` wrote. A gallery holds "
+        "the held-out pairs, and for small data (or with `contratile train --gallery all`) the training pairs too; "
+        "each result says which it is.",
     )
-    parser.add_argument("run", type=Path, help="folder of a finished run")
+    add_corpus(parser)
     parser.words = "query"
     parser.add_argument("query", nargs="*", help='what to search for: one query, for example "battery charging"')
     parser.add_argument(
@@ -40,13 +42,15 @@ def parser() -> argparse.ArgumentParser:
         "path and right to find texts, left to find similar images",
     )
     parser.add_argument(
-        "--out", type=Path, help="where to write the contact sheet (default: search.png in the run's folder)"
+        "--out",
+        type=Path,
+        help="where to write the contact sheet (default: search.png in the folder, NAME.search.png beside NAME.npy)",
     )
     return parser
 
 
 def search(argv: Sequence[str]) -> int:
-    """Search a run.
+    """Search a run or embedded features.
 
     Args:
         argv: The words after `contratile search`.
@@ -65,28 +69,24 @@ def search(argv: Sequence[str]) -> int:
 def _search(options: Any) -> None:
     import torch
 
-    from contratile.report.gallery import found_rows, load_gallery
-    from contratile.train.checkpoint import step_name
-    from contratile.train.gallery_search import searched_side
-    from contratile.train.load import load_run
+    from contratile.embed.open_corpus import open_corpus
+    from contratile.report.corpus import searched_side, sheet_rows
 
-    run, queries = options.run, _queries(options)
+    queries = _queries(options)
     if options.out is not None and options.out.is_dir():
         bad_value("out", expected="the name of a picture", got=f"the folder {options.out}", remedy="Add a name.")
-    gallery = load_gallery(run)
-    pictures = gallery.kinds[0] == "image"
-    among: Side = options.among or searched_side(gallery)
-    # The weights that produced the gallery, which need not be the best ones.
-    towers, _, _ = load_run(run, step_name(gallery.step))
+    check_count("--k", options.k, least=1)
+    corpus, towers, _, sheet = open_corpus(options.corpus, run=options.run, pictures=options.pictures)
+    among: Side = options.among or searched_side(corpus.kinds, corpus.searchable)
     features = [_features(towers, query, among, chosen=options.among is not None) for query in queries]
-    rows = found_rows(gallery, queries, torch.cat(features), k=options.k, among=among)
-    if pictures and among == "left":
-        _show_pictures(rows, options.out or run / "search.png", options.k)
+    rows = sheet_rows(corpus, queries, torch.cat(features), k=options.k, among=among)
+    if corpus.kinds[0] == "image" and among == "left":
+        _show_pictures(rows, corpus, options.out or sheet, options.k)
         return
     if options.out is not None:
         remedy = "Drop it: texts are printed."
         bad_value("out", expected="a search that finds images", got=options.out, remedy=remedy)
-    side = gallery.sides[0 if among == "left" else 1]
+    side = corpus.sides[0 if among == "left" else 1]
     for row in rows:
         print(printable(f'nearest to "{row.query}" among {side}'), *lines(row), sep="\n")
 
@@ -133,7 +133,7 @@ def lines(row: "SheetRow") -> list[str]:
     ]
 
 
-def _show_pictures(rows: "list[SheetRow]", out: Path, k: int) -> None:
+def _show_pictures(rows: "list[SheetRow]", corpus: "Corpus", out: Path, k: int) -> None:
     from rich.console import Console
 
     from contratile.data.files import written_whole
@@ -151,7 +151,8 @@ def _show_pictures(rows: "list[SheetRow]", out: Path, k: int) -> None:
     images = [image for row in rows for image in row.images]
     absent = sum(image is None for image in images)
     if absent:
-        print(f"{absent} of {len(images)} pictures are not in the gallery and are left blank")
+        why = f": {corpus.remark}" if corpus.remark else ""
+        print(printable(f"{absent} of {len(images)} pictures are missing and left blank{why}"))
     print(f"contact sheet: {out}")
 
 

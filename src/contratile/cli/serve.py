@@ -1,9 +1,9 @@
-"""`contratile serve`: a local page to search a run by text or picture. Needs only the run's folder."""
+"""`contratile serve`: a local page to search a run, or embedded features, by text or picture."""
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
+from contratile.cli.corpus import add_corpus
 from contratile.cli.extras import TRAIN, missing, quiet_progress
 from contratile.cli.options import Parser
 from contratile.printable import printable
@@ -13,10 +13,11 @@ def parser() -> argparse.ArgumentParser:
     """The options of the command."""
     parser = Parser(
         prog="contratile serve",
-        description="Search a finished run in the browser, by text or by a dropped picture. The page loads nothing "
-        "from elsewhere and only this machine can reach it. It covers what `contratile search` covers. Ctrl-C ends it.",
+        description="Search a finished run, or features that `contratile embed` wrote, in the browser, by text or by a "
+        "dropped picture. The page loads nothing from elsewhere and only this machine can reach it. It covers what "
+        "`contratile search` covers. Ctrl-C ends it.",
     )
-    parser.add_argument("run", type=Path, help="folder of a finished run")
+    add_corpus(parser)
     parser.add_argument(
         "--host",
         default="127.0.0.1",
@@ -45,9 +46,11 @@ def serve(argv: Sequence[str]) -> int:
     from contratile.serve import load_finder, make_server
 
     try:
-        finder = load_finder(options.run)
+        finder = load_finder(options.corpus, run=options.run, pictures=options.pictures)
         with make_server(finder, host=options.host, port=options.port) as server:
-            found = printable(f"{finder.title}: {finder.gallery.counts()}")
+            found = printable(f"{finder.title}: {finder.corpus.counts()}")
+            if finder.corpus.remark:
+                print(printable(f"pictures are missing: {finder.corpus.remark}"))
             print(f"{found}\nopen {server.address} (Ctrl-C ends it)", flush=True)
             server.serve_forever()
     except KeyboardInterrupt:

@@ -14,6 +14,7 @@ from contratile.bench.rows import (
     Recording,
     RingRow,
     Row,
+    ScaleRow,
     hardware_text,
     threads_text,
 )
@@ -40,6 +41,7 @@ def tables(recording: Recording[Any]) -> list[Table]:
         "ring": _ring_tables,
         "cache": _cache_tables,
         "data": _data_tables,
+        "scale": _scale_tables,
     }
     return make[recording.kind](recording)
 
@@ -50,7 +52,7 @@ def notes(recording: Recording[Any]) -> list[str]:
     for row in recording.rows:
         if row.status not in ("ok", "memory only"):
             place = f"D={row.d}"
-            if recording.kind == "ring":
+            if recording.kind in ("ring", "scale"):
                 place = f"{place}, P={row.world}"
             elif recording.kind == "family":
                 place = f"{row.loss}, {place}"
@@ -119,6 +121,31 @@ def _ring_tables(recording: Recording[RingRow]) -> list[Table]:
         "beyond inputs and gradients, - if it does not fit into this machine"
     )
     return made
+
+
+def _scale_tables(recording: Recording[ScaleRow]) -> list[Table]:
+    """Per D and number of ranks: memory of a rank, then the same divided by ours."""
+    made = []
+    for d, world, real in sorted({(row.d, row.world, row.how == "real ranks") for row in recording.rows}):
+        rows = [row for row in recording.rows if (row.d, row.world, row.how == "real ranks") == (d, world, real)]
+        sizes = sorted({row.n for row in rows})
+        kind = "real ranks" if real else "one rank"
+        title = f"{kind} of {world}, D = {d}, GB beyond inputs and gradients, (x ours) · {_hardware(recording)}"
+        made.append(_table(title, ("contestant", *map(_batch, sizes)), None))
+        cells = {(row.contestant, row.n): _scale_cell(row) for row in rows}
+        for name in dict.fromkeys(row.contestant for row in rows):
+            made[-1].add_row(name, *(cells.get((name, n), "") for n in sizes), style=_style(name))
+    made[-1].caption = (
+        "~: by formula; others measured. The paper's figure 1: its loss needs 78 times less at 256k on 8 GPUs, "
+        f"281 times at 1024k on 128; {PAPER}; 256k Inf-CL 1.45"
+    )
+    return made
+
+
+def _scale_cell(row: ScaleRow) -> str:
+    mib = row.formula_mib if row.peak_extra_mib is None else row.peak_extra_mib
+    times = "" if row.memory_ratio is None or row.contestant == "contratile" else f" ({row.memory_ratio:.3g}x)"
+    return f"{'~' if row.peak_extra_mib is None else ''}{mib * 2**20 / 1e9:.3g}{times}"
 
 
 def _cache_tables(recording: Recording[CacheRow]) -> list[Table]:

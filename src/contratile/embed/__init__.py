@@ -12,4 +12,5 @@ from contratile.embed.embed import Ranks as Ranks
 from contratile.embed.embed import embed_source as embed_source
 from contratile.embed.mine import Mined as Mined
 from contratile.embed.mine import mine_source as mine_source
+from contratile.embed.open_corpus import open_corpus as open_corpus
 from contratile.mining.options import Rules as Rules

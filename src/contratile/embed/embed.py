@@ -20,10 +20,12 @@ from contratile.data.loader import BROKEN_LIMIT, too_many_broken
 from contratile.data.sample import Indexed, Stream
 from contratile.embed.output import Output
 from contratile.embed.reading import Reader, Share, Skip, unit_tasks
+from contratile.embed.record import Record
 from contratile.embed.units import Row, Unit, Units, UnitWriter
 from contratile.errors import bad_value, check_choice, check_count
 from contratile.models.encoding import evaluating, to_device
 from contratile.models.towers import Towers
+from contratile.report.metric_text import side_names
 from contratile.train.claim import claim
 
 Side: TypeAlias = Literal["left", "right", "both"]
@@ -67,6 +69,8 @@ def embed_source(
     broken_limit: float = BROKEN_LIMIT,
     save_every: int = SAVE_EVERY,
     facts: Mapping[str, Any] | None = None,
+    run: Path | None = None,
+    step: int = 0,
     ranks: Ranks = Ranks(),  # noqa: B008  # immutable
     notify: Callable[[int], object] = lambda done: None,
 ) -> Embedded:
@@ -77,7 +81,7 @@ def embed_source(
         source: The pairs, from `open_source`.
         out: A name that ends in .npy or .parquet. Beside NAME.npy the keys are written to NAME.keys.jsonl; with both
             sides there are NAME.left.npy and NAME.right.npy. A .parquet has columns key, name, text, index and one for
-            each side.
+            each side. NAME.embedded.json beside either says what they are, for `contratile search`.
         side: What to encode: "left", "right" or "both".
         chunk: Samples that go through the encoders at a time.
         limit: Embed only the first `limit` samples; 0 means all.
@@ -85,7 +89,10 @@ def embed_source(
         broken_limit: How many samples may be unreadable before this raises: below 1 a share, else a number. They are
             left out of features and keys, and listed in NAME.broken.jsonl.
         save_every: Record progress after this many chunks. At most that much work is lost if the process is killed.
-        facts: More that must be the same when an interrupted call is continued, such as the path of the data.
+        facts: More that must be the same when an interrupted call is continued, such as the path of the data. It is
+            recorded.
+        run: Folder of the run that the encoders are from, which is recorded so that `contratile search` finds it.
+        step: Step of the run's checkpoint.
         ranks: This process among those that share the work. They must see the same files.
         notify: Called with the number of samples that this process has read, after every chunk.
 
@@ -108,7 +115,8 @@ def embed_source(
     held = None
     if ranks.rank == 0:
         length = len(source) if isinstance(source, Indexed) else None
-        plan: dict[str, Any] = {"source": source.name, "length": length, "weights": digest(towers), **(facts or {})}
+        weights = digest(towers)
+        plan: dict[str, Any] = {"source": source.name, "length": length, "weights": weights, **(facts or {})}
         units.folder.mkdir(exist_ok=True)
         held = claim(units.folder)
         units.open({**plan, "side": side, "chunk": chunk, "limit": limit, "save_every": save_every})
@@ -127,7 +135,18 @@ def embed_source(
     rows = sum(unit.rows for unit in done.values())
     if ranks.rank == 0:
         assert list(done) == list(range(len(done))), "units without a gap"
-        output.write(units, done)
+        record = Record(
+            run=str(run.resolve()) if run else "",
+            step=step,
+            weights=weights,
+            sides=sides,
+            kinds=source.kinds,
+            names=side_names(source),
+            rows=rows,
+            width=units.widths[sides[0]],
+            data=dict(facts or {}),
+        )
+        output.write(units, done, record)
         units.remove()
     ranks.wait()
     del held

@@ -1,7 +1,7 @@
 """The files that embedding writes: features as .npy or .parquet, and their keys beside them.
 
     output = Output.of(Path("features.npy"), ("left",))
-    output.write(units)                          # features.npy, features.keys.jsonl
+    output.write(units, done, record)            # features.npy, features.keys.jsonl, features.embedded.json
 
 Units are copied one after the other, so that memory does not grow with the number of rows.
 """
@@ -16,6 +16,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from contratile.data.files import written_whole
 from contratile.data.sample import need
+from contratile.embed.record import SUFFIX as RECORD
+from contratile.embed.record import Record
 from contratile.embed.units import Row, Unit, Units
 from contratile.errors import bad_value
 
@@ -30,6 +32,9 @@ class Output(NamedTuple):
 
     keys: Path | None
     """JSON lines, one for each row of features; None if they are in the .parquet too."""
+
+    record: Path
+    """What the features are."""
 
     broken: Path
     """JSON lines: key and reason of samples that were left out. Not there if none was."""
@@ -47,26 +52,32 @@ class Output(NamedTuple):
         if out.is_dir() or not out.absolute().parent.is_dir():
             got = f"the folder {out}" if out.is_dir() else f"{out}, whose folder does not exist"
             bad_value("--out", expected="the name of a file to write", got=got, remedy="Choose another name.")
-        broken = out.with_suffix(".broken.jsonl")
+        beside = out.with_suffix(RECORD), out.with_suffix(".broken.jsonl")
         if out.suffix == ".parquet":
             need("pyarrow.parquet")  # before the work, not after it
-            return cls(dict.fromkeys(sides, out), None, broken)
+            return cls(dict.fromkeys(sides, out), None, *beside)
         names = [out] if len(sides) == 1 else [out.with_suffix(f".{side}.npy") for side in sides]
-        return cls(dict(zip(sides, names, strict=True)), out.with_suffix(".keys.jsonl"), broken)
+        return cls(dict(zip(sides, names, strict=True)), out.with_suffix(".keys.jsonl"), *beside)
 
     @property
     def files(self) -> list[Path]:
         """The files that exist after `write`, features first."""
-        files = [*dict.fromkeys(self.features.values()), *filter(None, [self.keys])]
-        return files + [self.broken] * self.broken.exists()
+        return [*self.parts, self.record] + [self.broken] * self.broken.exists()
 
-    def write(self, units: Units, done: dict[int, Unit]) -> None:
-        """Write all units, in order. The features appear last."""
+    @property
+    def parts(self) -> list[Path]:
+        """Features and keys."""
+        return [*dict.fromkeys(self.features.values()), *filter(None, [self.keys])]
+
+    def write(self, units: Units, done: dict[int, Unit], record: Record) -> None:
+        """Write all units, in order. The record is removed first and written last: features with one are complete."""
+        self.record.unlink(missing_ok=True)
         self._write_broken(done)
         if self.keys is None:
             self._write_parquet(units, done)
         else:
             self._write_arrays(units, done)
+        record.write(self.record)
 
     def _write_broken(self, done: dict[int, Unit]) -> None:
         self.broken.unlink(missing_ok=True)  # of an earlier time

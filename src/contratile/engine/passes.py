@@ -251,8 +251,8 @@ def cached_items(ring: Ring, x: Inputs, spec: Spec) -> list[int]:
     if room == 0:
         return [0] * ring.team.size
     items = []
-    for step in range(ring.team.size):
-        plan = _plan(ring, ring.schedule.source(ring.team.rank, step), x, spec)
+    for source in ring.route.visits():
+        plan = _plan(ring, source, x, spec)
         items.append(plan.cached_items(room))
         room -= items[-1] * plan.itemsize
     return items

@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from contratile.ring.nodes import RingKind
+
 LOG2E = 1.4426950408889634
 
 
@@ -82,6 +84,9 @@ class Spec(NamedTuple):
     """Rows and columns of a tile; None lets `plan_tiles` choose."""
 
     cache_bytes: int = 0
+    ring: RingKind = "auto"
+    """How blocks travel between ranks: flat, over nodes, or chosen by where the ranks run."""
+
     backend: str = "auto"
     precision: str | None = None
     """None follows `torch.get_float32_matmul_precision()`. The passes read it: a compiler cannot trace that call."""

@@ -21,6 +21,7 @@ from contratile.losses.batch_stats import BatchStats, Tally, batch_stats
 from contratile.losses.cross_entropy import as_tensor, class_losses, cross_entropies, lse_above
 from contratile.losses.options import Call, Ids, PairOptions
 from contratile.reference import Reduction
+from contratile.ring.nodes import RingKind
 from contratile.ring.team import Group
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Keywords(TypedDict, total=False):
     tile: int | None
     cache_bytes: int
     precision: Precision | None
+    ring: RingKind
 
 
 class PairKeywords(Keywords, total=False):
@@ -64,6 +66,7 @@ def pair_lse(
     tile: int | None = None,
     cache_bytes: int = 0,
     precision: Precision | None = None,
+    ring: RingKind = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Row and column log-sum-exps of the scores, without the scores. Replaces
 
@@ -83,6 +86,8 @@ def pair_lse(
         cache_bytes: Memory that may be spent on keeping score tiles for the backward pass. Results do not change.
         precision: How fp32 features are multiplied on hardware with TF32: "ieee", "tf32x3" or "tf32". None follows
             `torch.get_float32_matmul_precision()`.
+        ring: How blocks travel between ranks: "flat" (one ring), "nodes" (rings inside nodes, and links between equal
+            places of the nodes) or "auto" ("nodes" if the group has several nodes of equal size).
 
     Returns:
         (row_lse [N], col_lse [M]), natural logarithm, differentiable. A side that is not asked for is empty.
@@ -98,7 +103,9 @@ def pair_lse(
         (torch.Size([8]), torch.Size([6]))
     """
     features = {"query": query} if key is None else {"query": query, "key": key}
-    spec = Spec(rows=rows, cols=cols, backend=backend, tile=tile, cache_bytes=cache_bytes, precision=precision)
+    spec = Spec(
+        rows=rows, cols=cols, backend=backend, tile=tile, cache_bytes=cache_bytes, precision=precision, ring=ring
+    )
     rings = Call("pair_lse", features, {"scale": scale}, spec).start(group)
     stats = pair_stats(rings.keys, Inputs(query, key, as_tensor(scale, query)), spec)
     row, col = (query.new_empty(0) if side.total is None else stats.nats(side.total) for side in (stats.row, stats.col))
@@ -144,6 +151,7 @@ def clip_loss(
     tile: int | None = None,
     cache_bytes: int = 0,
     precision: Precision | None = None,
+    ring: RingKind = "auto",
 ) -> Tensor | tuple[Tensor, BatchStats]:
     """CLIP's symmetric contrastive loss over pairs (image_i, text_i). Replaces
 
@@ -180,6 +188,8 @@ def clip_loss(
             matrix products per tile kept. Results do not change.
         precision: How fp32 features are multiplied on hardware with TF32: "ieee", "tf32x3" (kernels only) or "tf32".
             None follows `torch.get_float32_matmul_precision()`.
+        ring: How blocks travel between ranks: "flat" (one ring), "nodes" (rings inside nodes, and links between equal
+            places of the nodes) or "auto" ("nodes" if the group has several nodes of equal size).
 
     Returns:
         The loss in fp32 (fp64 for fp64 features), or (loss, BatchStats).
@@ -198,7 +208,13 @@ def clip_loss(
         ids, extra_keys, extra_ids, hard_negatives, hard_mask, margin, label_smoothing, weights, return_stats
     )
     spec = Spec(
-        paired=True, ranks=return_stats, backend=backend, tile=tile, cache_bytes=cache_bytes, precision=precision
+        paired=True,
+        ranks=return_stats,
+        backend=backend,
+        tile=tile,
+        cache_bytes=cache_bytes,
+        precision=precision,
+        ring=ring,
     )
 
     def check() -> None:
@@ -255,6 +271,7 @@ def info_nce(
     tile: int | None = None,
     cache_bytes: int = 0,
     precision: Precision | None = None,
+    ring: RingKind = "auto",
 ) -> Tensor | tuple[Tensor, BatchStats]:
     """InfoNCE: cross-entropy of each query against all keys. Replaces
 
@@ -290,6 +307,8 @@ def info_nce(
             matrix products per tile kept. Results do not change.
         precision: How fp32 features are multiplied on hardware with TF32: "ieee", "tf32x3" (kernels only) or "tf32".
             None follows `torch.get_float32_matmul_precision()`.
+        ring: How blocks travel between ranks: "flat" (one ring), "nodes" (rings inside nodes, and links between equal
+            places of the nodes) or "auto" ("nodes" if the group has several nodes of equal size).
 
     Returns:
         The loss in fp32 (fp64 for fp64 features), or (loss, BatchStats).
@@ -316,6 +335,7 @@ def info_nce(
         tile=tile,
         cache_bytes=cache_bytes,
         precision=precision,
+        ring=ring,
     )
 
     def check() -> None:
@@ -367,6 +387,7 @@ def nt_xent(
     tile: int | None = None,
     cache_bytes: int = 0,
     precision: Precision | None = None,
+    ring: RingKind = "auto",
 ) -> Tensor | tuple[Tensor, BatchStats]:
     """SimCLR's NT-Xent: each view against all other views; its positive is the other view of the example. Replaces
 
@@ -392,6 +413,8 @@ def nt_xent(
         cache_bytes: Memory that may be spent on keeping score tiles for the backward pass. Results do not change.
         precision: How fp32 features are multiplied on hardware with TF32: "ieee", "tf32x3" (kernels only) or "tf32".
             None follows `torch.get_float32_matmul_precision()`.
+        ring: How blocks travel between ranks: "flat" (one ring), "nodes" (rings inside nodes, and links between equal
+            places of the nodes) or "auto" ("nodes" if the group has several nodes of equal size).
 
     Returns:
         The loss in fp32 (fp64 for fp64 features), or (loss, BatchStats).
@@ -414,6 +437,7 @@ def nt_xent(
         tile=tile,
         cache_bytes=cache_bytes,
         precision=precision,
+        ring=ring,
     )
 
     def check() -> None:
@@ -421,17 +445,17 @@ def nt_xent(
         check_temperature(temperature)
 
     call = Call("nt_xent", {"z1": z1, "z2": z2}, {"temperature": temperature}, spec, reduction, views=2)
-    ring = call.start(group, check).keys
+    keys = call.start(group, check).keys
     z = torch.cat([z1, z2])
     x = Inputs(z, None, 1 / as_tensor(temperature, z), labels=torch.arange(len(z), device=z.device).roll(len(z1)))
-    stats = pair_stats(ring, x, spec)
+    stats = pair_stats(keys, x, spec)
     assert stats.pos is not None
     above = lse_above(stats.pos, stats.row)
-    loss = call.reduce(above, stats, ring)
+    loss = call.reduce(above, stats, keys)
     if not return_stats:
         return loss
     rows = Tally(above, stats.row.sums, stats.row.counts, stats.row.higher)
-    return loss, batch_stats(rows, None, stats, ring.team)
+    return loss, batch_stats(rows, None, stats, keys.team)
 
 
 @known_keywords
@@ -446,6 +470,7 @@ def sup_con(
     tile: int | None = None,
     cache_bytes: int = 0,
     precision: Precision | None = None,
+    ring: RingKind = "auto",
 ) -> Tensor:
     """The supervised contrastive loss: all other rows with an anchor's label are its positives. Replaces
 
@@ -479,6 +504,8 @@ def sup_con(
         cache_bytes: Memory that may be spent on keeping score tiles for the backward pass. Results do not change.
         precision: How fp32 features are multiplied on hardware with TF32: "ieee", "tf32x3" (kernels only) or "tf32".
             None follows `torch.get_float32_matmul_precision()`.
+        ring: How blocks travel between ranks: "flat" (one ring), "nodes" (rings inside nodes, and links between equal
+            places of the nodes) or "auto" ("nodes" if the group has several nodes of equal size).
 
     Returns:
         The loss in fp32 (fp64 for fp64 features).
@@ -492,22 +519,30 @@ def sup_con(
         >>> z = torch.nn.functional.normalize(torch.randn(256, 32), dim=1)
         >>> loss = ct.sup_con(z, torch.arange(256) % 10)
     """
-    spec = Spec(cols=False, exclude_self=True, backend=backend, tile=tile, cache_bytes=cache_bytes, precision=precision)
+    spec = Spec(
+        cols=False,
+        exclude_self=True,
+        backend=backend,
+        tile=tile,
+        cache_bytes=cache_bytes,
+        precision=precision,
+        ring=ring,
+    )
 
     def check() -> None:
         check_vector("labels", labels, length=len(z), device=z.device)
         check_temperature(temperature)
 
-    ring = Call("sup_con", {"z": z}, {"temperature": temperature}, spec, reduction).start(group, check).keys
+    keys = Call("sup_con", {"z": z}, {"temperature": temperature}, spec, reduction).start(group, check).keys
     classes = labels.long()
     x = Inputs(z, None, 1 / as_tensor(temperature, z), query_classes=classes, key_classes=classes)
-    per_anchor, count = class_losses(x, spec, ring)
+    per_anchor, count = class_losses(x, spec, keys)
     if reduction == "none":
         return per_anchor
     if reduction == "sum":
         return per_anchor.sum()
-    anchors = ring.team.sum((count > 0).sum().to(per_anchor.dtype))
-    return per_anchor.sum() * (ring.team.size / anchors.clamp(min=1))
+    anchors = keys.team.sum((count > 0).sum().to(per_anchor.dtype))
+    return per_anchor.sum() * (keys.team.size / anchors.clamp(min=1))
 
 
 @overload
@@ -544,6 +579,7 @@ def siglip_loss(
     tile: int | None = None,
     cache_bytes: int = 0,
     precision: Precision | None = None,
+    ring: RingKind = "auto",
 ) -> Tensor | tuple[Tensor, BatchStats]:
     """SigLIP's sigmoid loss, scaled as in open_clip. Replaces
 
@@ -568,6 +604,8 @@ def siglip_loss(
         cache_bytes: Memory that may be spent on keeping score tiles for the backward pass. Results do not change.
         precision: How fp32 features are multiplied on hardware with TF32: "ieee", "tf32x3" (kernels only) or "tf32".
             None follows `torch.get_float32_matmul_precision()`.
+        ring: How blocks travel between ranks: "flat" (one ring), "nodes" (rings inside nodes, and links between equal
+            places of the nodes) or "auto" ("nodes" if the group has several nodes of equal size).
 
     Returns:
         The loss in fp32 (fp64 for fp64 features), or (loss, BatchStats).
@@ -592,21 +630,22 @@ def siglip_loss(
         tile=tile,
         cache_bytes=cache_bytes,
         precision=precision,
+        ring=ring,
     )
 
     def check() -> None:
         check_pairs("image and text", image, text)
 
     call = Call("siglip_loss", {"image": image, "text": text}, {"scale": scale, "bias": bias}, spec, reduction)
-    ring = call.start(group, check).keys
+    keys = call.start(group, check).keys
     shift = as_tensor(bias, image)
     x = Inputs(image, text, as_tensor(scale, image), shift, labels=torch.arange(len(image), device=image.device))
-    stats = pair_stats(ring, x, spec)
+    stats = pair_stats(keys, x, spec)
     row, col = stats.row, stats.col
     assert row.total is not None
-    loss = call.reduce(row.total, stats, ring)
+    loss = call.reduce(row.total, stats, keys)
     if not return_stats:
         return loss
     assert row.sums is not None and row.counts is not None and col.total is not None
     rows = Tally(row.total, row.sums + row.counts * shift, row.counts, row.higher)
-    return loss, batch_stats(rows, Tally(col.total, None, None, col.higher), stats, ring.team)
+    return loss, batch_stats(rows, Tally(col.total, None, None, col.higher), stats, keys.team)

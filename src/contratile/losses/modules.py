@@ -48,7 +48,7 @@ class ClipLoss(_Loss):
 
     Args:
         keywords: Options of `clip_loss` that stay the same: group, reduction, backend, tile, cache_bytes, precision,
-            margin, label_smoothing, return_stats.
+            ring, margin, label_smoothing, return_stats.
 
     Call: `loss(image_features, text_features, logit_scale=1.0, output_dict=False, **negatives)`, where `negatives` are
     tensors of the batch: ids, extra_keys, extra_ids, hard_negatives, hard_mask, weights. With `output_dict=True` it
@@ -82,7 +82,7 @@ class InfoNCE(_Loss):
     Args:
         scale: A fixed scale. Pass a learned one to the call.
         keywords: Options of `info_nce` that stay the same: group, reduction, backend, tile, cache_bytes, precision,
-            margin, label_smoothing, return_stats.
+            ring, margin, label_smoothing, return_stats.
 
     Call: `loss(query, key, scale=None, labels=None, output_dict=False, **negatives)`, where `negatives` are tensors of
     the batch: ids, extra_keys, extra_ids, hard_negatives, hard_mask, weights.
@@ -120,7 +120,8 @@ class NTXent(_Loss):
 
     Args:
         temperature: A fixed temperature. Pass a learned one to the call.
-        keywords: Options of `nt_xent`: group, reduction, backend, tile, cache_bytes, precision, return_stats.
+        keywords: Options of `nt_xent`: group, reduction, backend, tile, cache_bytes, precision, ring,
+            return_stats.
 
     Call: `loss(z1, z2, temperature=None, output_dict=False)`.
 
@@ -149,7 +150,7 @@ class SupCon(_Loss):
 
     Args:
         temperature: A fixed temperature. Pass a learned one to the call.
-        keywords: Options of `sup_con`: group, reduction, backend, tile, cache_bytes, precision.
+        keywords: Options of `sup_con`: group, reduction, backend, tile, cache_bytes, precision, ring.
 
     Call: `loss(z, labels, temperature=None, output_dict=False)`.
 
@@ -177,7 +178,8 @@ class SigLipLoss(_Loss):
     """SigLIP's sigmoid loss: `siglip_loss` as a module, with open_clip's call.
 
     Args:
-        keywords: Options of `siglip_loss`: group, reduction, backend, tile, cache_bytes, precision, return_stats.
+        keywords: Options of `siglip_loss`: group, reduction, backend, tile, cache_bytes, precision, ring,
+            return_stats.
 
     Call: `loss(image_features, text_features, logit_scale, logit_bias, output_dict=False)`.
 

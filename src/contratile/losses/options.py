@@ -26,7 +26,9 @@ from contratile.errors import (
 )
 from contratile.losses.normalized import look_once
 from contratile.reference import REDUCTIONS, Reduction
+from contratile.ring.nodes import RINGS, Home, here, schedule_for
 from contratile.ring.ring import Ring
+from contratile.ring.schedule import Schedule
 from contratile.ring.team import Facts, Group, Team
 
 Ids = Tensor | tuple[Tensor, Tensor]
@@ -67,6 +69,7 @@ class Call(NamedTuple):
         extra = None if self.options is None else self.options.extra_keys
         mine = self.views * query.shape[0], self.views * key.shape[0], 0 if extra is None else extra.shape[0]
         total, keys, extras = mine[0], [mine[1]], [mine[2]]
+        schedule = Schedule.flat(1)
         if team.size > 1:
             facts = team.handshake(self._facts(*mine))
             total = sum(fact.queries for fact in facts)
@@ -75,9 +78,12 @@ class Call(NamedTuple):
                 remedy = "An empty batch has no loss; skip it or use drop_last=True in the loader."
                 got = f"none on any of {team.size} ranks"
                 bad_value("global batch", expected="at least one row", got=got, remedy=remedy)
+            schedule = schedule_for(self.spec.ring, [Home(fact.node, fact.local) for fact in facts])
+            if len(schedule.nodes) > 1:
+                team = team.with_lane()
         return Rings(
-            keys=Ring.flat(team, tuple(keys), total=total),
-            extra=None if extra is None else Ring.flat(team, tuple(extras), total=total),
+            keys=Ring(team, tuple(keys), total, schedule),
+            extra=None if extra is None else Ring(team, tuple(extras), total, schedule),
         )
 
     def _check(self, team: Team, check: Callable[[], None]) -> None:
@@ -89,6 +95,7 @@ class Call(NamedTuple):
         for name, number in self.numbers.items():
             check_scale(number, name)
         check()
+        check_choice("ring", spec.ring, RINGS)
         check_choice("backend", spec.backend, BACKENDS)
         check_count("cache_bytes", spec.cache_bytes, least=0)
         if spec.precision is not None:
@@ -112,8 +119,9 @@ class Call(NamedTuple):
             features=query.shape[1],
             dtype=str(query.dtype).removeprefix("torch."),
             device=query.device.type,
-            call=" ".join([self.name, *sides, self.reduction, "" if options is None else options.named()]),
+            call=" ".join([self.name, *sides, self.reduction, spec.ring, "" if options is None else options.named()]),
             gradient=" ".join(wanting) if torch.is_grad_enabled() and wanting else "none",
+            **here()._asdict(),
         )
 
     def reduce(self, per_row: Tensor, stats: PairStats, ring: Ring, *, share: float = 1.0) -> Tensor:

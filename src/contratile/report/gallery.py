@@ -2,7 +2,6 @@
 
     save_gallery(make_gallery(features, source, step), run)
     gallery = load_gallery(run)
-    (row,) = found_rows(gallery, ["arrow left"], features, k=8)          # the images nearest to a text
 
 It holds the held-out pairs and, for small data, the training pairs too, marked as such. Repeated images and texts are
 stored once.
@@ -12,9 +11,9 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,15 +21,14 @@ from torch import Tensor
 from contratile.data.files import written_whole
 from contratile.data.sample import Broken, Indexed, Sample, Source, Stream
 from contratile.errors import bad_value
-from contratile.metrics import nearest
 from contratile.models.encoding import SourceFeatures, matches
+from contratile.report.corpus import Side
 from contratile.report.metric_text import side_names
-from contratile.report.sheets import SheetRow, flat
+from contratile.report.sheets import flat
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Side = Literal["left", "right"]
 GALLERY = "gallery"
 EDGE = 96
 """Longer edge of a thumbnail in pixels, as a contact sheet shows it."""
@@ -141,66 +139,6 @@ def _joined(parts: list[SourceFeatures]) -> SourceFeatures:
     )
 
 
-def found_rows(
-    gallery: Gallery,
-    queries: Sequence[str],
-    features: Tensor,
-    *,
-    k: int,
-    among: Side = "left",
-    items: Sequence[int] | None = None,
-) -> list[SheetRow]:
-    """Find the k nearest items of one side for each query.
-
-    Args:
-        gallery: Where to search.
-        queries: The queries as text.
-        features: Their features [queries, D], from the tower of the other side.
-        k: Items per query.
-        among: The side that is searched.
-        items: Search only these items of that side; None means all.
-
-    Returns:
-        For each query the pictures and texts found, best first, and whether they belong to the query.
-    """
-    own = gallery.texts if among == "left" else gallery.names  # the side that the queries are from
-    searched = gallery.left if among == "left" else gallery.right
-    chosen = range(len(searched)) if items is None else items
-    scores, best = nearest(features, searched if items is None else searched[list(items)], k)
-    marks = gallery.trained_items(among) if bool(gallery.trained.any()) and items is None else []
-    rows = []
-    for query, row, places in zip(queries, scores.tolist(), best.tolist(), strict=True):
-        found = [chosen[place] for place in places]
-        mine = _belonging(gallery, own.index(query), among) if query in own else set()
-        hits, trained = [item in mine for item in found], [marks[item] for item in found] if marks else []
-        if among == "left" and gallery.kinds[0] == "image":
-            captions = [query if hit else gallery.caption(item) for item, hit in zip(found, hits, strict=True)]
-            images = [_picture(gallery, item) for item in found]
-            names = [gallery.names[item] for item in found]
-            rows.append(SheetRow(query, images, captions, hits, row, names, trained))
-        else:
-            texts = gallery.names if among == "left" else gallery.texts
-            rows.append(SheetRow(query, [], [texts[item] for item in found], hits, row, (), trained))
-    return rows
-
-
-def _belonging(gallery: Gallery, item: int, among: Side) -> set[int]:
-    """The items of the searched side that belong to an item of the other side."""
-    mine, theirs = (1, 0) if among == "left" else (0, 1)
-    return set(gallery.pairs[gallery.pairs[:, mine] == item, theirs].tolist())
-
-
-def _picture(gallery: Gallery, item: int) -> Image | None:
-    """The thumbnail of a left item; None if there is none or it cannot be decoded."""
-    from contratile.data.images import decode
-
-    try:
-        data = gallery.pictures[item] if item < len(gallery.pictures) else b""
-        return decode(data, gallery.names[item]) if data else None
-    except Broken:
-        return None
-
-
 # --- thumbnails ---------------------------------------------------------------------------------------------------
 
 
@@ -211,7 +149,7 @@ def _thumbnails(source: Source, wanted: list[tuple[str, int]], kind: str) -> lis
     found = dict.fromkeys((key for key, _ in wanted), b"")
     for sample in _samples(source, wanted):
         if not isinstance(sample.left, str):
-            found[sample.key] = _small(sample.left)
+            found[sample.key] = thumbnail(sample.left)
     return [found[key] for key, _ in wanted]
 
 
@@ -237,7 +175,7 @@ def _samples(source: Source, wanted: list[tuple[str, int]]) -> Iterator[Sample]:
                 return
 
 
-def _small(image: Image) -> bytes:
+def thumbnail(image: Image) -> bytes:
     """Encode a thumbnail: PNG without loss if the picture is small enough, else a scaled JPEG."""
     image, file = flat(image), io.BytesIO()
     small = max(image.size) <= EDGE

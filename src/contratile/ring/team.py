@@ -15,20 +15,22 @@ import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from contratile.errors import bad_type, bad_value
+from contratile.ring.schedule import Hop
 
 # A string: PyTorch builds without torch.distributed have no ProcessGroup.
-Group: TypeAlias = "dist.ProcessGroup | Literal['auto'] | None"
+Group: TypeAlias = "dist.ProcessGroup | Team | Literal['auto'] | None"
 
-_HEADER_BYTES = 512
+_HEADER_BYTES = 640
 _LOOK = 2.0
 """Seconds to wait for other ranks to report a failure too."""
 
@@ -43,9 +45,15 @@ class NoAnswer(RuntimeError):
     """A call took too long."""
 
 
+class Transfer(Protocol):
+    """Something posted, such as `dist.Work`."""
+
+    def wait(self) -> object: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a rank brings to a call. Only the sizes may differ between ranks."""
+    """What a rank brings to a call. Only the sizes and the nodes may differ between ranks."""
 
     queries: int
     keys: int
@@ -59,6 +67,10 @@ class Facts:
     gradient: str
     """The inputs that need a gradient: the backward pass is collective like the forward."""
 
+    node: str = ""
+    local: int = 0
+    """Where the rank runs: see `nodes.Home`."""
+
     refused: str = ""
     """Set by a rank whose own arguments are bad, so that the other ranks do not hang."""
 
@@ -70,11 +82,16 @@ class Team:
     group: dist.ProcessGroup | None
     rank: int
     size: int
+    lane: dist.ProcessGroup | None = None
+    """The same ranks once more, for what travels between nodes; None if that uses the same group."""
 
     @classmethod
     def of(cls, group: Group) -> Team:
+        """The team of a group. A team is its own: ranks that are not processes, such as those of `simulated.py`."""
         if group is None:
             return ALONE
+        if isinstance(group, Team):
+            return group
         if isinstance(group, str) and group != "auto":
             remedy = "Pass None for this process alone."
             bad_value("group", expected='"auto", None or a process group', got=repr(group), remedy=remedy)
@@ -95,6 +112,40 @@ class Team:
         """The global rank of a rank of this team, which point-to-point calls need."""
         assert self.group is not None
         return dist.get_global_rank(self.group, rank)
+
+    def with_lane(self) -> Team:
+        """The team with a second group for transfers between nodes; collective the first time.
+
+        NCCL runs the transfers of a group one after the other: on the same group those inside a node would wait for
+        the slow ones. A new group needs all processes, so a group of some of them uses itself for both.
+        """
+        if self.group is None or self.size < dist.get_world_size():
+            return self
+        if self.group not in _lanes:
+            _lanes[self.group] = dist.new_group(timeout=_store(self.group).timeout)
+        return replace(self, lane=_lanes[self.group])
+
+    def post(
+        self, leaving: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], hop: Hop, *, tag: int, across: bool
+    ) -> list[Transfer]:
+        """Start to send some tensors and to receive others. Tensors without elements do not travel.
+
+        Args:
+            leaving: What the target receives.
+            arriving: Where to put what the origin sends, in the same order.
+            hop: Target and origin.
+            tag: Of the first tensor; the others have the following ones.
+            across: Use the lane between nodes.
+        """
+        group = self.lane if across and self.lane is not None else self.group
+        posts = (dist.isend, leaving, hop.target), (dist.irecv, arriving, hop.origin)
+        ops = [
+            dist.P2POp(kind, x, self.peer(rank), group, tag=tag + index)
+            for kind, tensors, rank in posts
+            for index, x in enumerate(tensors)
+            if x.numel()
+        ]
+        return [*dist.batch_isend_irecv(ops)] if ops else []
 
     def handshake(self, mine: Facts) -> list[Facts]:
         """The facts of all ranks, in rank order. Raises the same ValueError on every rank if they do not agree."""
@@ -247,6 +298,9 @@ _REMEDIES = {
     "device": "Move the features of the ranks that differ.",
     "gradient": "The backward pass is collective: the same inputs must need a gradient on every rank.",
 }
+
+
+_lanes: WeakKeyDictionary[Any, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def _store(group: dist.ProcessGroup) -> Any:

@@ -1,4 +1,4 @@
-"""A local web page to search the gallery of a run.
+"""A local web page to search the gallery of a run, or embedded features.
 
 with make_server(load_finder(Path("runs/icons")), port=0) as server:
     print(server.address)

@@ -1,4 +1,4 @@
-"""Answers the queries of the page: encodes a text or a picture and finds the nearest items of a gallery.
+"""Answers the queries of the page: encodes a text or a picture and finds the nearest items of a corpus.
 
 finder = load_finder(Path("runs/icons"))
 (group,) = finder.by_text("battery charging", k=8)
@@ -10,27 +10,20 @@ from __future__ import annotations
 import math
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from contratile.data.images import decode
 from contratile.data.sample import Broken
-from contratile.errors import bad_value, check_choice
-from contratile.metrics import nearest
-from contratile.models.encoding import best_device
+from contratile.embed.open_corpus import open_corpus
+from contratile.errors import bad_value
 from contratile.printable import printable
-from contratile.report.gallery import Gallery, Side, load_gallery
-from contratile.train.checkpoint import step_name
-from contratile.train.gallery_search import encode_queries, searched_side
-from contratile.train.load import load_run
+from contratile.report.corpus import Corpus, Hit, Side, Split, find, searched_side
+from contratile.train.gallery_search import encode_queries
 
 if TYPE_CHECKING:
     from contratile.models.towers import Tower, Towers
-
-Split = Literal["all", "held out", "training"]
-SPLITS: tuple[Split, ...] = ("all", "held out", "training")
 
 
 class Item(NamedTuple):
@@ -64,44 +57,27 @@ class Group(NamedTuple):
 
 
 class Finder:
-    """Searches a gallery. Safe to call from several threads; one query is encoded at a time.
+    """Searches a corpus. Safe to call from several threads; one query is encoded at a time.
 
     Args:
-        gallery: Where to search.
-        towers: The encoders whose features the gallery holds.
-        title: What the gallery is called on the page.
+        corpus: Where to search.
+        towers: The encoders whose features the corpus holds.
+        title: What it is called on the page.
 
     Attributes:
         takes_text: Whether texts can be searched for.
         takes_pictures: Whether pictures can be searched for.
-        has_splits: Whether some items are training data, so that they can be left out.
     """
 
-    def __init__(self, gallery: Gallery, towers: Towers, title: str) -> None:
-        self.gallery, self.towers, self.title = gallery, towers, title
-        self.takes_text = towers.right.kind == "text"
+    def __init__(self, corpus: Corpus, towers: Towers, title: str) -> None:
+        self.corpus, self.towers, self.title = corpus, towers, title
+        self.takes_text = any(self._tower_for(side).kind == "text" for side in corpus.searchable)
         self.takes_pictures = towers.left.kind == "image"
-        self.has_splits = bool(gallery.trained.any())
         self._lock = threading.Lock()
-        # Computed once: a pass over all pairs for each result would take longer than the search.
-        first: dict[int, int] = {}
-        self._pairs: dict[Side, dict[int, set[int]]] = {"left": {}, "right": {}}
-        for left, right in gallery.pairs.tolist():
-            first.setdefault(left, right)
-            self._pairs["left"].setdefault(left, set()).add(right)
-            self._pairs["right"].setdefault(right, set()).add(left)
-        self._captions = [gallery.texts[first[item]] for item in range(len(gallery.names))]
-        self._places: dict[Side, dict[str, int]] = {"left": {}, "right": {}}
-        self._marks: dict[Side, list[bool]] = {}
-        self._rows: dict[tuple[Side, Split], Tensor] = {}
-        sides: tuple[tuple[Side, list[str]], ...] = (("left", gallery.names), ("right", gallery.texts))
-        for side, words in sides:
-            for place, text in enumerate(words):
-                self._places[side].setdefault(text, place)
-            self._marks[side] = gallery.trained_items(side)
-            trained = torch.tensor(self._marks[side])
-            self._rows[side, "training"] = trained.nonzero()[:, 0]
-            self._rows[side, "held out"] = (~trained).nonzero()[:, 0]
+
+    def _tower_for(self, among: Side) -> Tower:
+        """The encoder of queries that search a side: that of the other side."""
+        return self.towers.right if among == "left" else self.towers.left
 
     def by_text(self, text: str, *, k: int = 24, among: Side | None = None, split: Split = "all") -> list[Group]:
         """Find the items nearest to a text.
@@ -115,19 +91,15 @@ class Finder:
         Raises:
             ValueError: The text is empty, or the run has no text encoder for that side.
         """
-        among = among or searched_side(self.gallery)
+        among = among or searched_side(self.corpus.kinds, self.corpus.searchable)
         query = printable(text).strip()
         if not query:
             bad_value("query", expected="a text", got="nothing", remedy="Type what to search for.")
-        tower = self.towers.right if among == "left" else self.towers.left
+        tower = self._tower_for(among)
         if tower.kind != "text":
             remedy = "Search with a picture." if self.takes_pictures else "Search the other side."
             bad_value("query", expected="a picture", got="a text", remedy=remedy)
-        features = self._encoded(tower, query)
-        own: Side = "right" if among == "left" else "left"
-        place = self._places[own].get(query)
-        matches = set() if place is None else self._pairs[own][place]
-        return [self._group(features, among, k, split, matches)]
+        return [self._group(self._encoded(tower, query), query, among, k, split)]
 
     def by_picture(self, data: bytes, *, k: int = 24, split: Split = "all") -> list[Group]:
         """Find the texts and the pictures nearest to a picture.
@@ -148,53 +120,39 @@ class Finder:
             except Broken as error:
                 bad_value("query", expected="a picture", got=error.reason, remedy="Choose another file.")
             features = encode_queries(self.towers.left, [picture])
-        sides: tuple[Side, ...] = ("right", "left") if self.takes_text else ("left",)
-        return [self._group(features, side, k, split, set()) for side in sides]
+        views = self.towers.right.kind == "image"  # whose texts have no encoder
+        sides: tuple[Side, ...] = ("left",) if views else ("right", "left")
+        return [self._group(features, "", side, k, split) for side in sides if side in self.corpus.searchable]
 
     def thumbnail(self, item: int) -> bytes:
         """The thumbnail of a picture as an image file; b"" if there is none."""
-        pictures = self.gallery.pictures
-        return pictures[item] if 0 <= item < len(pictures) else b""
+        return self.corpus.picture(item)
 
     def _encoded(self, tower: Tower, query: Any) -> Tensor:
         with self._lock:
             return encode_queries(tower, [query])
 
-    def _group(self, features: Tensor, side: Side, k: int, split: Split, matches: set[int]) -> Group:
-        check_choice("split", split, SPLITS)
-        searched = self.gallery.left if side == "left" else self.gallery.right
-        rows = None if split == "all" else self._rows[side, split]
-        title, kind = self._title(side), "image" if side == "left" and self.takes_pictures else "text"
-        if rows is not None and len(rows) == 0:
-            return Group(title, kind, [])
-        scores, places = nearest(features, searched if rows is None else searched[rows], k)
-        found = places[0] if rows is None else rows[places[0]]
-        items = zip(scores[0].tolist(), found.tolist(), strict=True)
-        return Group(title, kind, [self._item(item, score, side, item in matches) for score, item in items])
+    def _group(self, features: Tensor, query: str, side: Side, k: int, split: Split) -> Group:
+        (hits,) = find(self.corpus, [query], features, k=k, among=side, split=split)
+        pictures = side == "left" and self.takes_pictures
+        return Group(self._title(side), "image" if pictures else "text", [self._item(hit, pictures) for hit in hits])
 
     def _title(self, side: Side) -> str:
-        if side == "left" and self.takes_pictures:
-            return "Pictures"
         if self.takes_pictures:
-            return "Texts"
-        return self.gallery.sides[0 if side == "left" else 1]
+            return "Pictures" if side == "left" else "Texts"
+        return self.corpus.sides[0 if side == "left" else 1]
 
-    def _item(self, item: int, score: float, side: Side, match: bool) -> Item:
-        mark = ("training" if self._marks[side][item] else "held out") if self.has_splits else ""
-        rounded = round(score, 4) if math.isfinite(score) else None
-        if side == "left" and self.takes_pictures:
-            thumbnail = item if self.thumbnail(item) else None
-            return Item(rounded, self._captions[item], self.gallery.names[item], thumbnail, match, mark)
-        text = self.gallery.names[item] if side == "left" else self.gallery.texts[item]
-        return Item(rounded, text, "", None, match, mark)
+    def _item(self, hit: Hit, picture: bool) -> Item:
+        rounded = round(hit.score, 4) if math.isfinite(hit.score) else None
+        thumbnail = hit.item if picture and self.corpus.has_picture(hit.item) else None
+        return Item(rounded, hit.text, hit.name, thumbnail, hit.match, hit.split)
 
 
-def load_finder(run: Path) -> Finder:
-    """Load the gallery of a finished run and the encoders that produced it. The training data is not needed.
+def load_finder(path: Path, *, run: Path | None = None, pictures: str | None = None) -> Finder:
+    """Load a corpus and the encoders that produced it. The arguments are those of `open_corpus`.
 
     Raises:
-        ValueError: There is no such run, it is not finished, or it is damaged.
+        ValueError: There is no such run or file, it is not finished, or it is damaged.
     """
-    gallery = load_gallery(run)
-    towers = load_run(run, step_name(gallery.step)).towers
-    return Finder(gallery, towers.to(best_device()), printable(run.resolve().name) or "run")
+    corpus, towers, title, _ = open_corpus(path, run=run, pictures=pictures)
+    return Finder(corpus, towers, title)

@@ -23,6 +23,7 @@ function drawn(item, withPicture) {
     } else {
       const picture = element("img", "");
       picture.alt = item.text;
+      picture.addEventListener("error", () => frame.replaceChildren("no picture"));
       picture.src = "/thumbnail/" + Number(item.thumbnail);
       frame.append(picture);
     }

@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parent
 
 
 def make_page(finder: Finder, *, limit: int) -> tuple[bytes, str]:
-    """Fill in the page for a gallery.
+    """Fill in the page for a corpus.
 
     Args:
         finder: What the page searches.
@@ -28,11 +28,12 @@ def make_page(finder: Finder, *, limit: int) -> tuple[bytes, str]:
         The page, and its Content-Security-Policy.
     """
     style, script = (FOLDER.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    pair = finder.takes_text and not finder.takes_pictures
-    left, right = finder.gallery.sides
+    both_ways = not finder.takes_pictures and len(finder.corpus.searchable) == 2
+    left, right = finder.corpus.sides
     values = {
         "title": finder.title,
-        "counts": finder.gallery.counts(),
+        "counts": finder.corpus.counts(),
+        "remark": f"Pictures are missing: {finder.corpus.remark}",
         "text_label": "Text",
         "left": f"{left} (left)" if left == right else left,
         "right": f"{right} (right)" if left == right else right,
@@ -42,8 +43,9 @@ def make_page(finder: Finder, *, limit: int) -> tuple[bytes, str]:
     }
     escaped = {name: escape(printable(value), quote=True) for name, value in values.items()}
     hidden = {
-        "among_hidden": "" if pair else "hidden",
-        "split_hidden": "" if finder.has_splits else "hidden",
+        "among_hidden": "" if both_ways else "hidden",
+        "remark_hidden": "" if finder.corpus.remark else "hidden",
+        "split_hidden": "" if finder.corpus.has_splits else "hidden",
     }
     template = Template((FOLDER / "page.html").read_text(encoding="utf-8"))
     page = template.substitute(escaped, **hidden, style=style, script=script)

@@ -1,12 +1,13 @@
 """The HTTP server of `contratile serve`, for one person on this machine.
 
     GET /               the page
-    GET /thumbnail/N    a picture of the gallery
+    GET /thumbnail/N    the picture of item N
     GET /health         {"status": "ok"}
     POST /search        {"text": "...", "k": 24, "among": "left", "split": "held out"} as JSON, or the bytes of a
                         picture (application/octet-stream or image/*; ?k=24&split=... in the address)
 
-No file is ever read for a request: everything comes from the gallery in memory. Each connection serves one request.
+A request never names a file: items have numbers. Those of a run come from its gallery, in memory; those of embedded
+features from their files, and their pictures from the data that was embedded. Each connection serves one request.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from contratile.errors import bad_value
 from contratile.printable import printable
-from contratile.serve.finder import SPLITS, Finder, Group
+from contratile.report.corpus import SPLITS
+from contratile.serve.finder import Finder, Group
 from contratile.serve.page import make_page
 
 PORT = 8000
@@ -45,7 +47,7 @@ DEADLINE = 60.0
 """Seconds after which a request must have been received and answered."""
 
 FORMATS = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg"}
-"""First bytes of the thumbnails that are sent. The gallery may come from anyone: nothing else is."""
+"""First bytes of the thumbnails that are sent. They may come from anyone: nothing else is."""
 
 
 class Refused(Exception):

@@ -16,6 +16,7 @@ from contratile.data.augment import AugmentConfig
 from contratile.data.catalog import DataConfig
 from contratile.errors import bad_value, check_choice, check_count, check_size
 from contratile.models.towers import TowerConfig
+from contratile.ring.nodes import RingKind
 from contratile.train.optim import OptimConfig
 
 LossName = Literal["clip", "infonce", "siglip", "ntxent", "supcon"]
@@ -49,6 +50,9 @@ class LossConfig:
 
     cache_mib: int = 0
     """Memory in MiB for keeping score tiles from forward to backward: faster, same results."""
+
+    ring: RingKind = "auto"
+    """How blocks travel between ranks; auto: over nodes if the run has several of equal size."""
 
     max_scale: float = 100.0
     """Upper limit of the learned scale; it is clamped after every step."""

@@ -15,16 +15,13 @@ from torch import Tensor
 
 from contratile.metrics import nearest
 from contratile.models.encoding import to_device
-from contratile.report.gallery import Gallery, Side, found_rows
+from contratile.report.corpus import Side, searched_side
+from contratile.report.gallery import Gallery
+from contratile.report.gallery_corpus import found_rows
 from contratile.report.sheets import SheetRow
 
 if TYPE_CHECKING:
     from contratile.models.towers import Tower, Towers
-
-
-def searched_side(gallery: Gallery) -> Side:
-    """The side that is searched by default: the images; for text pairs the right side, with a text of the left."""
-    return "left" if gallery.kinds[0] == "image" else "right"
 
 
 def search(
@@ -50,7 +47,7 @@ def search(
     """
     if not queries:
         return []
-    among = among or searched_side(gallery)
+    among = among or searched_side(gallery.kinds)
     features = encode_queries(towers.right if among == "left" else towers.left, list(queries))
     return found_rows(gallery, queries, features, k=k, among=among)
 
@@ -69,7 +66,7 @@ def encode_queries(tower: Tower, queries: list[Any]) -> Tensor:
 
 def example_query(gallery: Gallery) -> str:
     """A text to try: the shortest held-out one of two to four words that finds its own item first, if there is one."""
-    among = searched_side(gallery)
+    among = searched_side(gallery.kinds)
     words, features = (gallery.texts, gallery.right) if among == "left" else (gallery.names, gallery.left)
     trained = gallery.trained_items("right" if among == "left" else "left")
     asked = [item for item, text in enumerate(words) if not trained[item] and 1 <= text.count(" ") <= 3]

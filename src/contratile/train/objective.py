@@ -47,7 +47,7 @@ def batch_loss(
     Returns:
         The loss; the statistics of the batch, where the loss has them; typical norms of both sides, on the device.
     """
-    how: dict[str, Any] = {"backend": config.backend, "cache_bytes": config.cache_mib << 20}
+    how: dict[str, Any] = {"backend": config.backend, "cache_bytes": config.cache_mib << 20, "ring": config.ring}
     ids = facts[:, 0].to(left.device)
     norms = typical_norms((left, right)) if len(left) else None
     if config.loss == "ntxent":

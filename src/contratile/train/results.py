@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, NamedTuple
 from contratile.data.files import written_whole
 from contratile.errors import bad_value
 from contratile.models.encoding import SourceFeatures
-from contratile.report.gallery import GALLERY, Gallery, found_rows, make_gallery, save_gallery
+from contratile.report.corpus import searched_side
+from contratile.report.gallery import GALLERY, Gallery, make_gallery, save_gallery
+from contratile.report.gallery_corpus import found_rows
 from contratile.report.html import SHEET_TEXT, VIEWS_TEXT, write_report
 from contratile.report.loss_memory import dense_loss_bytes, tiled_loss_bytes
 from contratile.report.sheets import SheetRow, contact_sheet, png
 from contratile.report.tracking import history, size
 from contratile.train.config_file import to_dict
 from contratile.train.evaluate import chance
-from contratile.train.gallery_search import example_query, search, searched_side
+from contratile.train.gallery_search import example_query, search
 from contratile.train.large_loss import large_loss_step
 
 if TYPE_CHECKING:
@@ -181,7 +183,7 @@ def held_out_rows(gallery: Gallery, held_out: SourceFeatures, k: int) -> list[Sh
         asked = list(range(images))[:: max(1, images // ROWS)][:ROWS]
         queries = [gallery.caption(item) for item in asked]
         return found_rows(gallery, queries, gallery.left[asked], k=k, among="left", items=range(images))
-    among = searched_side(gallery)
+    among = searched_side(gallery.kinds)
     names, texts = len(set(held_out.names)), len(set(held_out.texts))  # held-out items come first in the gallery
     items, count = (names, texts) if among == "left" else (texts, names)
     asked = list(range(count))[:: max(1, count // ROWS)][:ROWS]

@@ -17,7 +17,9 @@ from contratile.bench.plots.cache import draw_cache
 from contratile.bench.plots.data import draw_data
 from contratile.bench.plots.family import draw_family
 from contratile.bench.plots.loss import draw_loss
+from contratile.bench.plots.nodes import draw_nodes
 from contratile.bench.plots.ring import draw_ring
+from contratile.bench.plots.scale import draw_scale
 from contratile.bench.rows import Recording
 
 
@@ -38,5 +40,7 @@ def draw(recording: Recording[Any], folder: Path) -> tuple[Path, ...]:
         "ring": draw_ring,
         "cache": draw_cache,
         "data": draw_data,
+        "nodes": draw_nodes,
+        "scale": draw_scale,
     }
     return make[recording.kind](recording, folder)

@@ -1,0 +1,239 @@
+"""`contratile bench scale`: memory per device of the loss against the batch size on 8 and on 128 ranks.
+
+    recording = run(BENCH, ScaleBenchConfig(worlds=(8,), batches=(32768, 65536)), command="...")
+
+Ours is measured on a simulated rank (`contratile.ring.simulated`), in a process per point. What needs N x N or N/P x N
+scores is a formula, and so is the paper's loss at large sizes; formulas are checked at sizes that fit: on real ranks,
+or, for the paper's ring, on a simulated rank.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from contratile.bench.config import BenchConfig
+from contratile.bench.contestants.ring import RING_CONTESTANTS
+from contratile.bench.contestants.scale import ABOUT, MEMORY
+from contratile.bench.memory import MiB
+from contratile.bench.ring import RingBenchConfig, RingSeries
+from contratile.bench.runner import OURS, Benchmark, Series
+from contratile.errors import bad_value, check_choice, check_count
+from contratile.machine import NOT_INSTALLED, version
+
+OVER_NODES = "contratile_nodes"
+HOPS = {OURS: (3, 1), OVER_NODES: (9, 3), "inf_cl": (3, 1)}
+"""Ranks and nodes that are enough for all buffers of a ring to exist at the same time."""
+PRODUCTS = {OURS: 4, OVER_NODES: 4, "inf_cl": 80}
+"""Matrix products per visiting block, as the budget counts them. The small tiles of the paper's ring (10 products) are
+slow here."""
+SIMULATED, REAL, FORMULA = "simulated rank", "real ranks", "formula"
+PACKAGES = ("open_clip_torch", "inf-cl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleBenchConfig(BenchConfig):
+    """Memory per device of the symmetric loss up to a million pairs on many ranks, as in the paper's figure 1."""
+
+    worlds: tuple[int, ...] = (8, 128)
+    """Numbers of ranks P."""
+
+    batches: tuple[int, ...] = tuple(1024 * 2**power for power in range(5, 11))
+    """Global batch sizes N; each a multiple of every P."""
+
+    check_batches: tuple[int, ...] = (2048, 4096)
+    """Global batch sizes at which real ranks are started too, to check the simulation and the formulas."""
+
+    check_world: int = 8
+    """Number of these ranks; 0 starts none."""
+
+    node: int = 8
+    """Ranks of a node, for the ring over nodes."""
+
+    budget: float = 2.0
+    """Work of a point, in TFLOP. Where a rank would need more, fewer of its queries are computed: the buffers of a ring
+    hold keys."""
+
+    contestants: tuple[str, ...] = tuple(MEMORY)
+    """Which implementations to compare."""
+
+    dims: tuple[int, ...] = (768,)
+    """Feature sizes D."""
+
+    rounds: int = 1
+    """Not used: nothing is timed."""
+
+    threads: int = 2
+    """Number of torch threads."""
+
+    out: Path = Path("bench-scale")
+    """Folder for scale.csv, scale.json and scale.png."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("worlds", "batches", "node"):
+            values = getattr(self, name)
+            for value in values if isinstance(values, tuple) else (values,):
+                check_count(name, value, least=1 if name != "worlds" else 2)
+        for name in self.contestants:
+            check_choice("contestants", name, tuple(MEMORY))
+        if not self.budget > 0:
+            bad_value("budget", expected="a positive number of TFLOP", got=self.budget, remedy="Leave it out.")
+        worlds = (*self.worlds, *([self.check_world] if self.check_world else []))
+        for n in self.all_sizes:
+            for world in worlds:
+                if n % world:
+                    remedy = "All ranks hold the same number of pairs here; choose batches that every P divides."
+                    bad_value("batches", expected=f"multiples of {world}", got=n, remedy=remedy)
+
+    @property
+    def all_sizes(self) -> list[int]:
+        return sorted({*self.batches, *(self.check_batches if self.check_world else ())})
+
+
+class ScaleSeries(Series):
+    """One number of ranks and one D: a simulated rank, and formulas."""
+
+    def __init__(self, config: ScaleBenchConfig, world: int, d: int) -> None:
+        super().__init__(config, f"P={world} D={d}", config.contestants, MEMORY)
+        self.config, self.world, self.d = config, world, d
+        if version("inf-cl") == NOT_INSTALLED:
+            self.failed["inf_cl"] = f"{NOT_INSTALLED} (inf-cl)"
+
+    def predicted_bytes(self, name: str, n: int) -> float:
+        local = n // self.world
+        return MEMORY[name](local, n, self.d) + 4 * 4 * local * self.d
+
+    def rows(self, n: int) -> Iterator[dict[str, Any]]:
+        local = n // self.world
+        ours: float | None = None
+        for name in self.names:
+            if name == OVER_NODES and not self._several_nodes():
+                continue
+            formula = MEMORY[name](local, n, self.d) / MiB
+            found = self._simulate(name, n) if name in HOPS and name not in self.failed else {}
+            peak = found.get("peak_extra_mib")
+            taken = formula if peak is None else peak
+            ours = taken if name == OURS else ours
+            yield {
+                **_place(name, n, self.world, self.d),
+                "status": found.get("status", "ok"),
+                "how": SIMULATED if peak is not None else FORMULA,
+                "peak_extra_mib": peak,
+                "formula_mib": formula,
+                "hops": found.get("hops"),
+                "queries": found.get("queries"),
+                "memory_ratio": None if ours is None else taken / ours,
+            }
+
+    def _several_nodes(self) -> bool:
+        return self.world > self.config.node and self.world % self.config.node == 0
+
+    def _simulate(self, name: str, n: int) -> dict[str, Any]:
+        """Measure in a process of its own, with as much work as the budget allows."""
+        local, (world, nodes) = n // self.world, HOPS[name]
+        per_query = PRODUCTS[name] * 2 * local * self.d * world
+        queries = min(local, max(1, int(self.config.budget * 1e12 / per_query)))
+        if name == "inf_cl" and queries < local:
+            return {}
+        refusal = self.obstacle(name, n)
+        if refusal:
+            return {"status": refusal}
+        self.notify(f"{name}: a simulated rank at N={n}")
+        words = f"--contestant {name} --local {local} --d {self.d} --world {world} --nodes {nodes} --queries {queries}"
+        found = _point([*words.split(), "--threads", str(self.config.threads)], timeout=20 * self.timeout)
+        return {**found, "hops": world, "queries": queries}
+
+
+class RealSeries(Series):
+    """Real ranks at sizes that fit."""
+
+    def __init__(self, config: ScaleBenchConfig, d: int) -> None:
+        names = [name for name in config.contestants if name in RING_CONTESTANTS]
+        super().__init__(config, f"{config.check_world} real ranks D={d}", names, RING_CONTESTANTS)
+        self.sizes, self.d = config.check_batches, d
+        ring = RingBenchConfig(
+            worlds=(config.check_world,),
+            batches=(),
+            memory_batches=config.check_batches,
+            contestants=tuple(names),
+            dims=(d,),
+        )
+        self.ring = RingSeries(ring, config.check_world, d)
+
+    def predicted_bytes(self, name: str, n: int) -> float:
+        return self.ring.predicted_bytes(name, n)
+
+    def rows(self, n: int) -> Iterator[dict[str, Any]]:
+        if n not in self.sizes:
+            return
+        self.ring.notify = self.notify
+        world = self.ring.world
+        with _freed_memory_returned():
+            found = self.ring.measure(n)
+        for name, measured in found.items():
+            peak, ours = measured.peak_extra_mib, found[OURS].peak_extra_mib if OURS in found else None
+            yield {
+                **_place(name, n, world, self.d),
+                "status": "ok" if measured.status == "memory only" else measured.status,
+                "how": REAL,
+                "peak_extra_mib": peak,
+                "formula_mib": MEMORY[name](n // world, n, self.d) / MiB,
+                "hops": world,
+                "queries": n // world,
+                "memory_ratio": peak / ours if peak and ours else None,
+            }
+
+
+def _place(name: str, n: int, world: int, d: int) -> dict[str, Any]:
+    place = {"contestant": name, "n": n, "d": d, "dtype": "float32"}
+    return {**place, "world": world, "local": n // world, "about": ABOUT[name]}
+
+
+@contextmanager
+def _freed_memory_returned() -> Iterator[None]:
+    """In processes started inside, glibc returns a freed tensor at once: what is resident is what is held."""
+    name = "MALLOC_MMAP_THRESHOLD_"
+    before = os.environ.get(name)
+    os.environ[name] = str(MiB)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _point(words: Sequence[str], *, timeout: float) -> dict[str, Any]:
+    command = [sys.executable, "-m", "contratile.bench.scale_point", *words]
+    try:
+        with _freed_memory_returned():
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return {"status": f"memory: no result after {timeout:.0f} s"}
+    except (IndexError, ValueError):
+        return {"status": f"memory: process ended with code {done.returncode}"}
+    return found
+
+
+def _series(config: ScaleBenchConfig) -> Sequence[Series]:
+    simulated = [ScaleSeries(config, world, d) for d in config.dims for world in config.worlds]
+    return [*simulated, *(RealSeries(config, d) for d in config.dims if config.check_world)]
+
+
+BENCH = Benchmark(
+    kind="scale",
+    default=ScaleBenchConfig(),
+    quick=ScaleBenchConfig(
+        worlds=(8,), batches=(8192, 16384), check_world=0, dims=(256,), budget=0.05, threads=1, quick=True
+    ),
+    series=_series,
+    packages=PACKAGES,
+)
