@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from contratile import reference as reference
 from contratile.engine.plan import TilePlan as TilePlan
 from contratile.engine.plan import plan_tiles as plan_tiles
+from contratile.grad_cache import ByLength as ByLength
 from contratile.grad_cache import GradCache as GradCache
+from contratile.grad_cache import Rows as Rows
 from contratile.losses.batch_stats import BatchStats as BatchStats
 from contratile.losses.functional import clip_loss as clip_loss
 from contratile.losses.functional import info_nce as info_nce
@@ -34,16 +36,21 @@ from contratile.mining import mine_hard_negatives as mine_hard_negatives
 __version__ = "0.2.0"
 
 if _TYPE_CHECKING:
+    from contratile.planner.run_plan import plan as plan
     from contratile.train.loaded import load as load
 else:  # type checkers know which names there are
 
     def __getattr__(name: str) -> object:
-        """`load`, which needs more packages than the losses; and what other packages call the losses."""
+        """`load` and `plan`, which import more than the losses; and what other packages call the losses."""
         if name == "load":
             from contratile.train.loaded import load
 
             return load
+        if name == "plan":
+            from contratile.planner.run_plan import plan
+
+            return plan
         from contratile.keywords import suggestion
 
-        known = [*(x for x, value in globals().items() if callable(value)), "load"]
+        known = [*(x for x, value in globals().items() if callable(value)), "load", "plan"]
         raise AttributeError(f"module 'contratile' has no attribute {name!r}{suggestion(name, known)}")

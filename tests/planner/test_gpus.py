@@ -10,7 +10,7 @@ from contratile.planner.gpus import Gpu, Processor, all_gpus, find
 NAMES = [
     ("A100", "A100-80GB"),
     ("a100 40gb", "A100-40GB"),
-    ("A800-80G", "A100-80GB"),
+    ("A800-80G", "A800-80GB"),
     ("h100", "H100-SXM"),
     ("h100_pcie", "H100-PCIe"),
     ("rtx4090", "RTX-4090"),
@@ -21,7 +21,7 @@ DEVICE_NAMES = [
     ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
     ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
     ("NVIDIA A100 80GB PCIe", "A100-80GB"),
-    ("NVIDIA A800-SXM4-80GB", "A100-80GB"),
+    ("NVIDIA A800-SXM4-80GB", "A800-80GB"),
     ("NVIDIA H100 80GB HBM3", "H100-SXM"),
     ("NVIDIA H100 PCIe", "H100-PCIe"),
     ("NVIDIA H200", "H200"),

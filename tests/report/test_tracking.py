@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from contratile.report.loss_memory import DENSE_MATRICES, dense_loss_bytes, tiled_loss_bytes
+from contratile.planner.loss_memory import DENSE_MATRICES, dense_loss_bytes, tiled_loss_bytes
 from contratile.report.metric_text import in_a_line
 from contratile.report.tracking import METRICS, Tracker, history, line, memory_now, rewind, size
 from contratile.train.config import LossConfig, TrainConfig

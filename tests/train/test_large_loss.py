@@ -2,7 +2,7 @@
 
 import pytest
 
-from contratile.report.loss_memory import dense_loss_bytes
+from contratile.planner.loss_memory import dense_loss_bytes
 from contratile.train import large_loss
 from contratile.train.large_loss import LargeLoss, large_loss_step
 

@@ -114,14 +114,26 @@ class RingRow(Row):
 class CacheRow(Row):
     """A row of `bench cache`: a training step of encoder and loss.
 
-    The limit is the time of the encoder: all chunks forward without gradient, then forward and backward.
+    The limit is the time of the encoder: all chunks, of texts sorted by length, forward without gradient, then forward
+    and backward.
     """
 
     chunk: int
     layers: int
     tokens: int
+    """Of every text; 0 if they differ."""
+
     loss_percent: float | None = None
     """Percent of the best step spent on the loss; None if it cannot be timed apart."""
+
+    lengths: str = "equal"
+    """Distribution of the texts' lengths."""
+
+    padding: float | None = None
+    """Tokens encoded for each real token; None if nothing was timed."""
+
+    kept: int | None = None
+    """Chunks whose graphs were kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +156,28 @@ class DataRow(Row):
     samples_per_second_median: float | None = None
     workers_mib: float | None = None
     """Memory of all workers together, shared pages counted once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRow(Row):
+    """A row of `bench plan`: a training step, measured and predicted. Memory is that of the largest rank."""
+
+    chunk: int
+    tokens: int
+    checkpointing: bool
+    offload: str
+    world: int
+    measured_mib: float | None = None
+    """Peak resident memory beyond what the process had before it built anything."""
+
+    predicted_mib: float
+    """From the definition of the encoders alone."""
+
+    calibrated_mib: float | None = None
+    """After two small chunks were run here."""
+
+    predicted_seconds: float
+    """At the rates that the process measured before the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +233,7 @@ ROWS: dict[str, type[Row]] = {
     "ring": RingRow,
     "cache": CacheRow,
     "data": DataRow,
+    "plan": PlanRow,
     "nodes": NodesRow,
     "scale": ScaleRow,
 }

@@ -54,6 +54,13 @@ COMMANDS = (
         "contratile train --data icons --batch 4096 --chunk 256 --out runs/icons",
     ),
     Command(
+        "plan",
+        "predict memory, largest batch and time of a training run on any devices",
+        "contratile.cli.plan:plan",
+        "contratile.cli.plan:parser",
+        "contratile plan --towers tiny --batch 65536 --devices 8xA800-80G",
+    ),
+    Command(
         "eval",
         "compute retrieval and zero-shot metrics of a trained pair of encoders",
         "contratile.cli.eval:evaluate",
@@ -143,6 +150,13 @@ COMMANDS = (
         "contratile.cli.bench:data",
         "contratile.bench.data:DataBenchConfig",
         "contratile bench data --quick --out results",
+    ),
+    Command(
+        "bench plan",
+        "compare predicted with measured memory and time of training steps",
+        "contratile.cli.bench:plan",
+        "contratile.bench.plan:PlanBenchConfig",
+        "contratile bench plan --calibrate --out results",
     ),
     Command(
         "bench plot",

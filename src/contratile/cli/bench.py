@@ -1,4 +1,4 @@
-"""`contratile bench loss`, `family`, `ring`, `scale`, `cache`, `data` and `plot`."""
+"""`contratile bench loss`, `family`, `ring`, `scale`, `cache`, `data`, `plan` and `plot`."""
 
 import argparse
 import shlex
@@ -44,6 +44,11 @@ def cache(argv: Sequence[str]) -> int:
 def data(argv: Sequence[str]) -> int:
     """Samples per second of the loader against other loaders."""
     return _measure("bench data", argv)
+
+
+def plan(argv: Sequence[str]) -> int:
+    """Predicted against measured memory and time of training steps."""
+    return _measure("bench plan", argv)
 
 
 def _measure(name: str, argv: Sequence[str]) -> int:

@@ -89,8 +89,9 @@ def of_config(config: Any, title: str = "") -> list[Section]:
             "file with these sections and fields. Options on the command line override it.",
         )
         pipe = Option("`--allow-pipe`", "", "", "Let a recipe name data that starts programs (`pipe:COMMAND`, URLs).")
+        only = Option("`--plan`", "", "", "Predict memory and time of the run on this machine, and stop.")
         return [
-            Section("Recipe", [recipe, pipe]),
+            Section("Recipe", [recipe, pipe, only]),
             *(section for name, part in parts for section in of_config(part, f"{_first_line(part)} `[{name}]`")),
         ]
     hints, written = get_type_hints(type(config)), dict(_written(type(config)))

@@ -6,11 +6,13 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from contratile.bench.plots.plan import error_lines
 from contratile.bench.rows import (
     CacheRow,
     DataRow,
     FamilyRow,
     LossRow,
+    PlanRow,
     Recording,
     RingRow,
     Row,
@@ -41,6 +43,7 @@ def tables(recording: Recording[Any]) -> list[Table]:
         "ring": _ring_tables,
         "cache": _cache_tables,
         "data": _data_tables,
+        "plan": _plan_tables,
         "scale": _scale_tables,
     }
     return make[recording.kind](recording)
@@ -121,6 +124,24 @@ def _ring_tables(recording: Recording[RingRow]) -> list[Table]:
         "beyond inputs and gradients, - if it does not fit into this machine"
     )
     return made
+
+
+def _plan_tables(recording: Recording[PlanRow]) -> list[Table]:
+    """One table of all runs, and the errors as its caption."""
+    headings = ("contestant", "batch", "chunk", "tokens", "options", "MiB", "predicted", "calibrated", "s", "predicted")
+    made = _table(f"training steps · {_hardware(recording)}", headings, None)
+    for row in recording.rows:
+        options = ["checkpointing"] * row.checkpointing + [row.offload] * (row.offload != "none")
+        options += [f"{row.world} ranks"] * (row.world > 1)
+        cells = row.contestant, str(row.n), str(row.chunk), str(row.tokens), ", ".join(options)
+        memory = (
+            _show(row.measured_mib, "{:.0f}"),
+            _show(row.predicted_mib, "{:.0f}"),
+            _show(row.calibrated_mib, "{:.0f}"),
+        )
+        made.add_row(*cells, *memory, _show(row.seconds_best, "{:.2f}"), _show(row.predicted_seconds, "{:.2f}"))
+    made.caption = "; ".join(error_lines(recording.rows))
+    return [made]
 
 
 def _scale_tables(recording: Recording[ScaleRow]) -> list[Table]:

@@ -39,7 +39,12 @@ def train(argv: Sequence[str]) -> int:
     from contratile.data.workers import DIED, is_death
     from contratile.ring.team import RankLost, watched
 
-    config = parse(argv)
+    words = [word for word in argv if word != "--plan"]
+    config = parse(words)
+    if len(words) < len(argv):
+        from contratile.cli.plan import show_run
+
+        return show_run(config)
     try:
         with watched("to go on"), together():
             return _train(config)
@@ -59,29 +64,35 @@ def train(argv: Sequence[str]) -> int:
         return 1
 
 
-def parse(argv: Sequence[str]) -> "TrainConfig":
-    """Parse the options, on top of those of `--config RECIPE`."""
+def parse(argv: Sequence[str], command: str = "train", more: Sequence[str] = ("--plan",)) -> "TrainConfig":
+    """Parse the options, on top of those of `--config RECIPE`.
+
+    Args:
+        argv: The words after the command.
+        command: Its name.
+        more: Further options of the command, for error messages.
+    """
     import tyro
 
     from contratile.train.config import TrainConfig
     from contratile.train.config_file import load_config
 
-    first = argparse.ArgumentParser(prog="contratile train", add_help=False, allow_abbrev=False)
+    first = argparse.ArgumentParser(prog=f"contratile {command}", add_help=False, allow_abbrev=False)
     first.add_argument("--config")
     first.add_argument("--allow-pipe", action="store_true")
     known, rest = first.parse_known_args(list(argv))
     default = TrainConfig()
-    check_options("train", rest, ["--config", "--allow-pipe", *options_of(default)])
+    check_options(command, rest, ["--config", "--allow-pipe", *more, *options_of(default)])
     if known.config is not None:
         recipe = find_recipe(known.config)
         default = load_config(recipe, allow_pipe=known.allow_pipe)
-        if not any(word.partition("=")[0] == "--out" for word in rest):
+        if command == "train" and not any(word.partition("=")[0] == "--out" for word in rest):
             check_out(default.run.out, recipe)
     return tyro.cli(
         TrainConfig,
         args=rest,
         default=default,
-        prog="contratile train",
+        prog=f"contratile {command}",
         description=ABOUT,
         config=(tyro.conf.OmitArgPrefixes,),
     )
@@ -101,6 +112,7 @@ ABOUT = "\n\n".join(
         f"A recipe (--config RECIPE) sets many options at once: {', '.join(recipe_names())}, or a TOML file. "
         "Options on the command line override it. With --allow-pipe the data that a recipe names may start programs "
         "(pipe:COMMAND).",
+        "--plan predicts memory and time of the run and stops (`contratile plan` does so for other machines).",
         "Examples:\n"
         "  contratile train --config icons --out runs/icons\n"
         "  contratile train --data pairs.csv --batch 8192 --steps 1000 --out runs/mine\n"

@@ -150,7 +150,8 @@ def stack(images: Sequence[Image.Image], size: int) -> Tensor:
 
 def normalise(pixels: Tensor, mean: Sequence[float] = CLIP_MEAN, std: Sequence[float] = CLIP_STD) -> Tensor:
     """Scale uint8 pixels to [0, 1], subtract the mean and divide by the standard deviation, per channel."""
-    if pixels.device.type == "cpu" and pixels.dtype == torch.uint8 and not torch.compiler.is_compiling():
+    plain = type(pixels) is Tensor and not torch.compiler.is_compiling()
+    if pixels.device.type == "cpu" and pixels.dtype == torch.uint8 and plain:
         return _normalised(pixels, mean, std)
     shift, spread = (torch.tensor(x, device=pixels.device).view(3, 1, 1) for x in (mean, std))
     return pixels.float() * (1 / (255 * spread)) - shift / spread

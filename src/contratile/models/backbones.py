@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from contratile.data.images import CLIP_MEAN, CLIP_STD
 from contratile.errors import bad_value
 from contratile.models.base import Backbone, Pixels, image_backbone, import_for_towers
+from contratile.models.definition import definition_only, model_of, sentence_definition
 from contratile.models.pooling import TextPooling, freeze_pooler, pool_tokens, set_sentence_pooling
 from contratile.models.pretrained import pretrained, readable
 from contratile.models.tiny import tiny_backbones
@@ -104,7 +105,7 @@ def _hf(name: str, config: TowerConfig, texts: Iterable[str], folder: Path | Non
         vision_name, text_name = name.split("+", 1)
         return _hf_pair(transformers, vision_name, text_name, config)
     with pretrained("hf", name):
-        model = transformers.AutoModel.from_pretrained(name, trust_remote_code=False)
+        model = model_of(transformers, name)
         two_towers = hasattr(model, "vision_model") and hasattr(model, "text_model")
         if two_towers:
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -129,10 +130,10 @@ def _hf(name: str, config: TowerConfig, texts: Iterable[str], folder: Path | Non
 
 def _hf_pair(transformers: Any, vision_name: str, text_name: str, config: TowerConfig) -> tuple[Backbone, Backbone]:
     with pretrained("hf", vision_name):
-        vision = transformers.AutoModel.from_pretrained(vision_name, trust_remote_code=False)
+        vision = model_of(transformers, vision_name)
         preparation = _preparation(vision_name, vision.config, config)
     with pretrained("hf", text_name):
-        text = transformers.AutoModel.from_pretrained(text_name, trust_remote_code=False)
+        text = model_of(transformers, text_name)
         tokenizer = transformers.AutoTokenizer.from_pretrained(text_name, trust_remote_code=False)
     if config.text_pooling == "pooler" and getattr(text, "pooler", None) is None:
         remedy = "Pass cls, mean or last."
@@ -194,7 +195,8 @@ def _open_clip(name: str, config: TowerConfig, texts: Iterable[str], folder: Pat
         # force_custom_text makes the text tower a module of its own, like the image tower.
         model = open_clip.create_model(
             model_name,
-            pretrained=tag or None,
+            pretrained=None if definition_only() else tag or None,
+            device="meta" if definition_only() else "cpu",
             force_image_size=size,
             force_custom_text=True,
             force_patch_dropout=config.patch_dropout,
@@ -238,8 +240,15 @@ def _sentence_transformers(
     name: str, config: TowerConfig, texts: Iterable[str], folder: Path | None
 ) -> tuple[Backbone, Backbone]:
     """One encoder for both sides."""
-    sentence_transformers = import_for_towers("sentence_transformers", "sentence-transformers")
     path = packaged_model(name)
+    if definition_only():
+        model, width, tokenizer, length, pooling = sentence_definition(path, config.text_pooling)
+        _enable_checkpointing(config, model)
+        freeze_pooler(model)
+        prepare = HfTokenizer(tokenizer, length, pad_fully=False)
+        both = Backbone(_PooledText(model, pooling), width, "text", prepare)
+        return both, both
+    sentence_transformers = import_for_towers("sentence_transformers", "sentence-transformers")
     with pretrained("st", path):
         model = sentence_transformers.SentenceTransformer(path, device="cpu", trust_remote_code=False)
     set_sentence_pooling(model, config.text_pooling)

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from contratile.data.files import written_whole
 from contratile.errors import bad_value
 from contratile.models.base import Backbone, Pixels, image_backbone
+from contratile.models.definition import definition_only
 from contratile.models.pretrained import first_line
 
 if TYPE_CHECKING:
@@ -52,9 +53,8 @@ def tiny_backbones(config: TowerConfig, texts: Iterable[str], folder: Path | Non
     edge = config.pixels or 32
     shape = Shape(config.width, config.depth, checkpointing=config.checkpointing)
     image = ImageEncoder(shape, edge=edge, patch=config.patch, patch_dropout=config.patch_dropout)
-    text = TextEncoder(
-        shape, vocabulary=tokenizer.get_vocab_size(), length=config.words, end=tokenizer.token_to_id("[END]")
-    )
+    vocabulary = config.vocabulary if definition_only() else tokenizer.get_vocab_size()
+    text = TextEncoder(shape, vocabulary=vocabulary, length=config.words, end=tokenizer.token_to_id("[END]"))
     return (
         image_backbone(image, config.width, edge, TINY_PIXELS),
         Backbone(text, config.width, "text", WordTokenizer(tokenizer, config.words)),

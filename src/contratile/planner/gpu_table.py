@@ -110,7 +110,7 @@ GFX942 = replace(
 
 _A100 = Gpu(
     name="A100-80GB",
-    aliases=("A100", "A100 SXM4 80GB", "A100 SXM", "A100 PCIE 80GB", "A800", "A800 80G", "A800 SXM4 80GB"),
+    aliases=("A100", "A100 SXM4 80GB", "A100 SXM", "A100 PCIE 80GB"),
     processor=SM_80,
     processors=108,
     clock=1.41e9,
@@ -121,7 +121,9 @@ _A100 = Gpu(
     l2_source="gpu-benches: 5.4 TB/s (whitepaper peak: 5120 bytes per clock, 7.2 TB/s)",
     dram_bytes=80 * GB,
     dram_bandwidth=2.039e12,
-    source="NVIDIA A100 datasheet; the A800 differs only in NVLink",
+    link_bandwidth=300e9,
+    link_source="NVLink 3: 600 GB/s in both directions together",
+    source="NVIDIA A100 datasheet",
 )
 _H100 = Gpu(
     name="H100-SXM",
@@ -136,6 +138,8 @@ _H100 = Gpu(
     l2_source="gpu-benches: 9.7 TB/s on an H200, which has the same die and multiprocessors",
     dram_bytes=80 * GB,
     dram_bandwidth=3.35e12,
+    link_bandwidth=450e9,
+    link_source="NVLink 4: 900 GB/s in both directions together",
     source="NVIDIA H100 datasheet: 989 TFLOPS at 1.83 GHz (boost up to 1.98 GHz)",
 )
 _ADA_L2 = "gpu-benches: 5.2 TB/s on an L40"
@@ -145,9 +149,27 @@ GPUS: tuple[Gpu, ...] = (
     replace(
         _A100,
         name="A100-40GB",
-        aliases=("A100 SXM4 40GB", "A100 PCIE 40GB", "A800 40G", "A800 SXM4 40GB"),
+        aliases=("A100 SXM4 40GB", "A100 PCIE 40GB"),
         dram_bytes=40 * GB,
         dram_bandwidth=1.555e12,
+    ),
+    replace(
+        _A100,
+        name="A800-80GB",
+        aliases=("A800", "A800 80G", "A800 SXM4 80GB"),
+        link_bandwidth=200e9,
+        link_source="NVLink: 400 GB/s in both directions together",
+        source="NVIDIA A100 datasheet; the A800 differs only in NVLink",
+    ),
+    replace(
+        _A100,
+        name="A800-40GB",
+        aliases=("A800 40G", "A800 SXM4 40GB"),
+        dram_bytes=40 * GB,
+        dram_bandwidth=1.555e12,
+        link_bandwidth=200e9,
+        link_source="NVLink: 400 GB/s in both directions together",
+        source="NVIDIA A100 datasheet; the A800 differs only in NVLink",
     ),
     _H100,
     replace(
@@ -161,6 +183,8 @@ GPUS: tuple[Gpu, ...] = (
         l2_bandwidth=6.9e12,
         l2_source="gpu-benches: 6.9 TB/s",
         dram_bandwidth=2.0e12,
+        link_bandwidth=64e9,
+        link_source="PCIe 5.0 x16, theoretical",
         source="NVIDIA H100 datasheet: 756 TFLOPS, 350 W",
     ),
     replace(
@@ -187,6 +211,8 @@ GPUS: tuple[Gpu, ...] = (
         l2_source="estimated: bytes per clock and multiprocessor of the H200; the vendor states nothing",
         dram_bytes=180 * GB,
         dram_bandwidth=8.0e12,
+        link_bandwidth=900e9,
+        link_source="NVLink 5: 1.8 TB/s in both directions together",
         source="NVIDIA HGX B200 datasheet: 2250 TFLOPS dense, for which the clock is computed",
     ),
     Gpu(
@@ -202,6 +228,8 @@ GPUS: tuple[Gpu, ...] = (
         l2_source=f"estimated: {_ADA_L2}, by multiprocessors and clock",
         dram_bytes=24 * GB,
         dram_bandwidth=1.008e12,
+        link_bandwidth=32e9,
+        link_source="PCIe 4.0 x16, theoretical",
         source="NVIDIA Ada whitepaper: 165.2 TFLOPS bf16 with fp32 accumulation",
     ),
     Gpu(
@@ -217,6 +245,8 @@ GPUS: tuple[Gpu, ...] = (
         l2_source=f"estimated: {_ADA_L2}, by multiprocessors and clock",
         dram_bytes=24 * GB,
         dram_bandwidth=0.3e12,
+        link_bandwidth=32e9,
+        link_source="PCIe 4.0 x16, theoretical",
         source="NVIDIA L4 datasheet: 121 TFLOPS dense",
     ),
     Gpu(
@@ -232,6 +262,8 @@ GPUS: tuple[Gpu, ...] = (
         l2_source=_ADA_L2,
         dram_bytes=48 * GB,
         dram_bandwidth=0.864e12,
+        link_bandwidth=32e9,
+        link_source="PCIe 4.0 x16, theoretical",
         source="NVIDIA L40S datasheet: 366 TFLOPS dense",
     ),
     Gpu(
@@ -247,6 +279,8 @@ GPUS: tuple[Gpu, ...] = (
         l2_source=f"estimated: {_ADA_L2}, by multiprocessors and clock",
         dram_bytes=24 * GB,
         dram_bandwidth=0.936e12,
+        link_bandwidth=32e9,
+        link_source="PCIe 4.0 x16, theoretical",
         source="NVIDIA GA102 whitepaper: 71 TFLOPS bf16 with fp32 accumulation",
     ),
     Gpu(
@@ -262,6 +296,8 @@ GPUS: tuple[Gpu, ...] = (
         l2_source=f"estimated: {_ADA_L2}, by multiprocessors and clock",
         dram_bytes=32 * GB,
         dram_bandwidth=1.792e12,
+        link_bandwidth=64e9,
+        link_source="PCIe 5.0 x16, theoretical",
         source="NVIDIA RTX Blackwell whitepaper: 209.5 TFLOPS bf16 with fp32 accumulation",
     ),
     Gpu(
@@ -277,6 +313,8 @@ GPUS: tuple[Gpu, ...] = (
         l2_source="estimated: 0.65 of the Infinity Cache's peak of 17.2 TB/s (the L2 of a die, 4 MB, is not counted)",
         dram_bytes=192 * GB,
         dram_bandwidth=5.3e12,
+        link_bandwidth=448e9,
+        link_source="Infinity Fabric: seven links of 64 GB/s each way",
         source="AMD Instinct MI300X datasheet: 1307.4 TFLOPS dense",
     ),
     Gpu(
@@ -292,6 +330,8 @@ GPUS: tuple[Gpu, ...] = (
         l2_source="gpu-benches: 4.2 to 5.1 TB/s on an MI210, which is one such die",
         dram_bytes=64 * GB,
         dram_bandwidth=1.6e12,
+        link_bandwidth=200e9,
+        link_source="assumed: four Infinity Fabric links of 50 GB/s each way",
         source="AMD Instinct MI250X datasheet; one of its two dies, as PyTorch sees it: 191.5 TFLOPS",
     ),
 )

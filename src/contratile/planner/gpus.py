@@ -116,6 +116,13 @@ class Gpu:
     dram_bandwidth: float
     """Bytes per second of device memory, as stated by the vendor."""
 
+    link_bandwidth: float
+    """Bytes per second that one device can send to others of its node while it receives as many: NVLink, Infinity
+    Fabric, else PCIe."""
+
+    link_source: str
+    """Which link that is."""
+
     source: str
     """Where the remaining figures come from."""
 
@@ -170,7 +177,7 @@ def find(name: str) -> Gpu:
 
     Example:
         >>> find("NVIDIA H100 80GB HBM3").name, find("rtx4090").name, find("A800-80G").name
-        ('H100-SXM', 'RTX-4090', 'A100-80GB')
+        ('H100-SXM', 'RTX-4090', 'A800-80GB')
     """
     wanted = _words(name)
     names = [(_words(alias), gpu) for gpu in all_gpus() for alias in (gpu.name, *gpu.aliases)]

@@ -27,7 +27,7 @@ from contratile.grad_cache.chunks import Nest, tensors_of
 from contratile.grad_cache.encoded import EncoderSide
 from contratile.host_memory import available_bytes, peak_growth
 from contratile.models.towers import Towers
-from contratile.report.loss_memory import dense_loss_bytes, tiled_loss_bytes
+from contratile.planner.loss_memory import dense_loss_bytes, tiled_loss_bytes
 from contratile.report.tracking import size
 from contratile.train.config import TrainConfig
 from contratile.train.config_file import CONFIG, load_config
@@ -108,7 +108,7 @@ def find_chunk(config: TrainConfig, towers: Towers, source: Indexed | Stream, ac
     before = random_state()
     blocks, limit, found, fault = None, 0.0, FoundChunk(0, 0.0), ""
     try:
-        blocks = _samples(config, towers, source)
+        blocks = sample_inputs(config, towers, source)
         limit = _limit(config, towers, blocks, accelerator)
     except ValueError as error:
         fault = str(error)
@@ -145,7 +145,7 @@ def _largest(
     return FoundChunk(chunk, taken[chunk])
 
 
-def _samples(config: TrainConfig, towers: Towers, source: Indexed | Stream) -> tuple[Nest, Nest]:
+def sample_inputs(config: TrainConfig, towers: Towers, source: Indexed | Stream) -> tuple[Nest, Nest]:
     """Inputs of both towers for some random samples."""
     rows = min(SAMPLES, config.run.batch, LARGEST)
     prepare = towers.left.prepare, towers.right.prepare
@@ -170,7 +170,7 @@ def _limit(config: TrainConfig, towers: Towers, blocks: tuple[Nest, Nest], accel
     if device.type == "cpu":
         if peak_growth(lambda: None) is None:
             bad_value(OPTION, expected="a number: auto on a CPU needs Linux", got="auto", remedy="Pass --chunk 256.")
-        return (available_bytes() / _processes_here(accelerator.num_processes) - held) / 2
+        return (available_bytes() / processes_here(accelerator.num_processes) - held) / 2
     memory = torch.get_device_module(device)
     if not hasattr(memory, "mem_get_info"):
         return 1.0  # chunks that fit cost 0 there
@@ -193,7 +193,7 @@ def _held_bytes(config: TrainConfig, towers: Towers, blocks: tuple[Nest, Nest], 
     return held + int(pair * run.batch / processes)
 
 
-def _processes_here(processes: int) -> int:
+def processes_here(processes: int) -> int:
     """Processes that share the memory of this machine; all of them, if the launcher does not say."""
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(told) if told.isdigit() and int(told) else processes

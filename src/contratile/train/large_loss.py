@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 
 from contratile.host_memory import memory_bytes, peak_growth
 from contratile.losses.functional import clip_loss
-from contratile.report.loss_memory import dense_loss_bytes
+from contratile.planner.loss_memory import dense_loss_bytes
 from contratile.report.tracking import size
 
 LONGEST = 60.0

@@ -26,7 +26,7 @@ from contratile.losses.normalized import warn_not_normalized
 from contratile.models.encoding import SourceFeatures, encode, to_device
 from contratile.models.locked import rows_of
 from contratile.models.towers import Towers, recipe_checksums
-from contratile.report.loss_memory import dense_loss_bytes, tiled_loss_bytes
+from contratile.planner.loss_memory import dense_loss_bytes, tiled_loss_bytes
 from contratile.report.tracking import Tracker
 from contratile.train import checkpoint
 from contratile.train.config_file import to_dict

@@ -29,6 +29,7 @@ from contratile.train.config import TrainConfig
 from contratile.train.config_file import CONFIG, load_config, save_config
 from contratile.train.encoders import locked_outputs, shared_towers, step_encoders
 from contratile.train.launch import join
+from contratile.train.memory_check import check_memory
 from contratile.train.objective import batch_loss
 from contratile.train.optim import load_optimizer, make_optimizer, resolved
 from contratile.train.paths import absolute_paths
@@ -140,6 +141,7 @@ class PreparedRun:
         self._build_towers()
         self._choose_chunk(notify)
         self._make_loader()
+        self._check_memory(notify)
         self._compute_locked_outputs(notify, say)
         self._make_cache()
         self._make_optimizer()
@@ -217,6 +219,12 @@ class PreparedRun:
         optim = in_steps(self.config.optim, self.loader.steps_per_epoch, self.steps)
         self.config = replace(self.config, optim=optim)
         self.searches_training = gallery_has_training(self.config, self.source, self.held_out, self.steps)
+
+    def _check_memory(self, notify: Callable[[str], object]) -> None:
+        notice = check_memory(
+            self.config, self.towers, self.source, self.accelerator, negatives=self.negatives, notify=notify
+        )
+        self.notices += [notice] if notice else []
 
     def _compute_locked_outputs(self, notify: Callable[[str], object], say: Callable[[str], object]) -> None:
         wait = self.accelerator.wait_for_everyone

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from contratile.data.files import written_whole
 from contratile.errors import bad_value
 from contratile.models.encoding import SourceFeatures
+from contratile.planner.loss_memory import dense_loss_bytes, tiled_loss_bytes
 from contratile.report.corpus import searched_side
 from contratile.report.gallery import GALLERY, Gallery, make_gallery, save_gallery
 from contratile.report.gallery_corpus import found_rows
 from contratile.report.html import SHEET_TEXT, VIEWS_TEXT, write_report
-from contratile.report.loss_memory import dense_loss_bytes, tiled_loss_bytes
 from contratile.report.sheets import SheetRow, contact_sheet, png
 from contratile.report.tracking import history, size
 from contratile.train.config_file import to_dict

@@ -5,6 +5,7 @@
     (ring_png,) = draw(load(Path("bench-ring/ring.json")), Path("bench-ring"))
     (cache_png,) = draw(load(Path("bench-cache/cache.json")), Path("bench-cache"))
     (data_png,) = draw(load(Path("bench-data/data.json")), Path("bench-data"))
+    (plan_png,) = draw(load(Path("bench-plan/plan.json")), Path("bench-plan"))
 
 Every marker is a measurement. Lines that were not measured are dashed, and their label says so.
 """
@@ -18,6 +19,7 @@ from contratile.bench.plots.data import draw_data
 from contratile.bench.plots.family import draw_family
 from contratile.bench.plots.loss import draw_loss
 from contratile.bench.plots.nodes import draw_nodes
+from contratile.bench.plots.plan import draw_plan
 from contratile.bench.plots.ring import draw_ring
 from contratile.bench.plots.scale import draw_scale
 from contratile.bench.rows import Recording
@@ -40,6 +42,7 @@ def draw(recording: Recording[Any], folder: Path) -> tuple[Path, ...]:
         "ring": draw_ring,
         "cache": draw_cache,
         "data": draw_data,
+        "plan": draw_plan,
         "nodes": draw_nodes,
         "scale": draw_scale,
     }

@@ -1,0 +1,180 @@
+"""Seconds of a training step, term by term. All of it is predicted.
+
+    found = step_seconds(workload, devices)
+    found.seconds, [(term.name, term.seconds) for term in found.terms]
+
+Products run at the rate that large products reach, or at the speed of memory where their operands are larger than their
+work; every other operator reads and writes its tensors once, at the speed of memory; each costs a fixed time besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from contratile.planner.devices import Devices
+from contratile.planner.encoder_cost import PassCost
+from contratile.planner.memory import FP32, input_bytes
+from contratile.planner.step_time import predict
+from contratile.planner.workload import Workload
+
+LOSS_SHARE = 0.85
+"""Share of the rate of large products that the loss on a CPU reaches (benchmarks/results: 0.79 to 0.95)."""
+HOST_LINK = 20e9
+"""Assumed: bytes per second between a device and its host, PCIe 4 in practice."""
+DISK = 2e9
+"""Assumed: bytes per second of the disk that chunks are offloaded to, per node."""
+CPU_MOVED = 0.45
+"""Traffic of a CPU's operators at the measured speed of copies, over what their tensors add up to: part of them is
+still in the cache, part is not copied but computed. Fitted on runs that are not among those of the benchmark.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeTerm:
+    """Part of a step."""
+
+    name: str
+    seconds: float
+    how: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSeconds:
+    """A step: a prediction."""
+
+    terms: tuple[TimeTerm, ...]
+    batch: int
+    sent_bytes: float
+    """Bytes that a rank sends in the ring of the loss."""
+
+    hidden: float
+    """Share of the time of transfers that compute hides, from 0 to 1."""
+
+    utilisation: float
+    """Share of the rate of large products that the encoders reach."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(term.seconds for term in self.terms)
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.batch / self.seconds
+
+
+def step_seconds(work: Workload, devices: Devices) -> StepSeconds:
+    """Predict the seconds of a step.
+
+    Args:
+        work: The step.
+        devices: Where it runs.
+    """
+    first = second = backward = products = 0.0
+    for cost, rows in work.rows:
+        chunk = cost.at(min(work.chunk, rows))
+        times = rows / chunk.rows
+        ahead, back = pass_seconds(chunk, devices, work.precision)
+        first += times * ahead
+        products += times * chunk.forward_flops
+        if cost.trained:
+            second += times * ahead
+            backward += times * back
+            products += times * (chunk.forward_flops + chunk.backward_flops)
+    encoders = first + second + backward
+    rate = devices.flops[work.precision]
+    loss, how = loss_seconds(work, devices)
+    transfers = _transfers(work, devices, loss, backward)
+    moved = work.optimizer.moved / (work.ranks if work.fsdp else 1)
+    terms = [
+        TimeTerm(name="encode", seconds=first, how="forward pass of all chunks"),
+        TimeTerm(name="encode again", seconds=second, how="the extra forward pass of the gradient cache"),
+        TimeTerm(name="backward", seconds=backward, how="backward pass of all chunks"),
+        TimeTerm(name="loss", seconds=loss, how=how),
+        *transfers.terms,
+        TimeTerm(
+            name="update",
+            seconds=moved * (CPU_MOVED if devices.on_cpu else 1.0) / devices.bandwidth,
+            how=f"{work.optimizer.name}: {moved / 1e9:.2f} GB read and written",
+        ),
+    ]
+    return StepSeconds(
+        terms=tuple(term for term in terms if term.seconds),
+        batch=work.batch,
+        sent_bytes=transfers.sent,
+        hidden=transfers.hidden,
+        utilisation=products / rate / encoders if encoders else 0.0,
+    )
+
+
+def pass_seconds(chunk: PassCost, devices: Devices, precision: str) -> tuple[float, float]:
+    """Seconds of the forward and of the backward pass of a chunk."""
+    found = []
+    share = CPU_MOVED if devices.on_cpu else 1.0
+    for way in ("forward", "backward"):
+        flops, product_bytes, moved, operators = (
+            getattr(chunk, f"{way}_{name}") for name in ("flops", "product_bytes", "moved", "operators")
+        )
+        products = max(flops / devices.flops[precision], product_bytes / devices.bandwidth)
+        found.append(products + share * moved / devices.bandwidth + operators * devices.operator_seconds)
+    return found[0], found[1]
+
+
+def loss_seconds(work: Workload, devices: Devices) -> tuple[float, str]:
+    """Seconds that a rank computes the loss, without transfers."""
+    rows = work.loss.views * work.share
+    keys = 1 + (work.loss.negatives if work.loss.shared_negatives else 0)
+    blocks = work.ranks * keys / (2 if work.loss.views == 2 and work.ranks == 1 else 1)
+    if devices.gpu is not None:
+        dtype = torch.float32 if work.feature_itemsize == FP32 else torch.bfloat16
+        one = _predict(devices.gpu.name, rows, work.width, dtype)
+        return blocks * one.seconds, f"{blocks:g} blocks of {rows:,} x {rows:,}, kernel model ({one.kind})"
+    flops = blocks * 4 * 2.0 * rows * rows * work.width
+    how = f"4 products of {rows:,} x {int(rows * blocks):,} x {work.width} at {LOSS_SHARE:.0%} of the rate"
+    return flops / (LOSS_SHARE * devices.flops["fp32"]), how
+
+
+_predict = lru_cache(maxsize=64)(predict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Transfers:
+    terms: Sequence[TimeTerm]
+    sent: float
+    hidden: float
+
+
+def _transfers(work: Workload, devices: Devices, loss: float, backward: float) -> _Transfers:
+    """Ring, gradients, weights and offloaded inputs: what compute does not hide."""
+    ranks, terms, total, exposed = work.ranks, [], 0.0, 0.0
+    slowest = devices.network if devices.nodes > 1 else devices.link
+    sent = 0.0
+
+    def add(name: str, seconds: float, behind: float, how: str) -> None:
+        nonlocal total, exposed
+        rest = max(0.0, seconds - behind)
+        total, exposed = total + seconds, exposed + rest
+        terms.append(TimeTerm(name=name, seconds=rest, how=f"{how}: {seconds:.3g} s, {seconds - rest:.3g} s hidden"))
+
+    if ranks > 1:
+        block = work.loss.views * work.share * work.width * work.feature_itemsize
+        passes = 2 * ranks - 2 if work.loss.views == 2 else 3 * ranks - 2
+        sent = passes * block
+        behind = loss * (ranks - 1) / ranks  # the last hop has nothing to hide behind
+        add("ring", sent / slowest, behind, f"{sent / 1e9:.2f} GB sent over {slowest / 1e9:.0f} GB/s")
+        weights = sum(x.trained_bytes for x in work.encoders)
+        chunks = -(-work.share // work.chunk)
+        if work.fsdp:
+            moved = (ranks - 1) / ranks * (3 * chunks * sum(x.weight_bytes for x in work.encoders) + weights)
+            add("weights gathered", moved / slowest, 0.9 * backward, "of every chunk")
+        else:
+            moved = 2 * (ranks - 1) / ranks * weights
+            add("gradients summed", moved / slowest, backward / max(1, chunks), "once, in the last chunk")
+    if work.offload != "none" and not (devices.on_cpu and work.offload == "host"):
+        rate = DISK / devices.per_node if work.offload == "disk" else HOST_LINK
+        moved = 2 * input_bytes(work, work.share)
+        add(f"inputs to {work.offload}", moved / rate, 0.5 * backward, f"{moved / 1e9:.2f} GB, there and back")
+    return _Transfers(terms=terms, sent=sent, hidden=1 - exposed / total if total else 1.0)

@@ -1,0 +1,152 @@
+"""What a step consists of, in numbers: encoders, loss, optimiser, and how the batch is cut and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from contratile.planner.encoder_cost import EncoderCost, Precision, fake_module, fake_tensors
+from contratile.planner.live_bytes import LiveBytes
+
+Offload = Literal["none", "host", "disk"]
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerCost:
+    """An update of all trained weights."""
+
+    name: str
+    state_bytes: float
+    """Held between steps."""
+
+    temporary_bytes: float
+    """Held during the update besides."""
+
+    moved: float
+    """Bytes read and written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossFacts:
+    """What the loss compares, and in what it works."""
+
+    views: int = 1
+    """2 if both sides of a pair are compared with everything (NT-Xent, SupCon)."""
+
+    negatives: int = 0
+    """Hard negatives of each pair."""
+
+    shared_negatives: bool = True
+    """Hard negatives are compared with all pairs, not only with their own."""
+
+    cache_bytes: int = 0
+    """What may be spent on keeping score tiles from forward to backward."""
+
+    dense: bool = False
+    """All scores are held at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """Measured bytes as a line of the counted ones."""
+
+    slope: float
+    offset: float
+
+    def __call__(self, counted: float) -> float:
+        return max(0.0, self.slope * counted + self.offset)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A training step over all ranks."""
+
+    batch: int
+    chunk: int
+    ranks: int
+    precision: Precision = "fp32"
+    fsdp: bool = False
+    offload: Offload = "none"
+    sides: tuple[EncoderCost, EncoderCost]
+    """The encoders of the left and the right side; the same object if they share one."""
+
+    negative_side: int = 1
+    """The side whose encoder also encodes hard negatives."""
+
+    loss: LossFacts = LossFacts()
+    optimizer: OptimizerCost
+    measured: Line | None = None
+    """What chunks take on this machine, from a calibration; None: what was counted."""
+
+    host_bytes: float = 0.0
+    """Kept in host memory by each process throughout, such as outputs of locked backbones."""
+
+    @property
+    def share(self) -> int:
+        """Pairs of one rank."""
+        return -(-self.batch // self.ranks)
+
+    @property
+    def encoders(self) -> tuple[EncoderCost, ...]:
+        """Distinct encoders."""
+        left, right = self.sides
+        return (left,) if left is right else self.sides
+
+    @property
+    def width(self) -> int:
+        return self.sides[0].width
+
+    @property
+    def rows(self) -> tuple[tuple[EncoderCost, int], ...]:
+        """Encoders with the rows that a rank gives each of them in a step."""
+        left, right = self.sides
+        hard = [(self.sides[self.negative_side], self.share * self.loss.negatives)] if self.loss.negatives else []
+        return ((left, self.share), (right, self.share), *hard)
+
+    @property
+    def feature_itemsize(self) -> float:
+        """Bytes of one number of a feature, as the encoders return it."""
+        one = self.sides[0].large
+        return one.feature_bytes / (one.rows * self.width)
+
+
+def count_optimizer(modules: Iterable[nn.Module], make: MakeOptimizer, name: str) -> OptimizerCost:
+    """Count what an optimiser holds and moves, by running one update on fake tensors.
+
+    Args:
+        modules: What is trained.
+        make: Makes the optimiser of a module.
+        name: What the plan calls it.
+    """
+    with fake_tensors():
+        model = fake_module(nn.ModuleList(dict.fromkeys(modules)))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+        live = LiveBytes()
+        with live, torch.no_grad():
+            optimizer = make(model)
+            optimizer.step()
+            held = live.now
+            found = OptimizerCost(
+                name=name, state_bytes=held, temporary_bytes=max(0, live.peak - held), moved=float(live.moved)
+            )
+        del optimizer
+    return found
+
+
+def by_name(name: str) -> MakeOptimizer:
+    """A class of torch.optim by its name, with its default options."""
+    known = {key.lower(): value for key, value in vars(torch.optim).items() if isinstance(value, type)}
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+        made: torch.optim.Optimizer = known[name.lower()](trained, lr=1e-3)
+        return made
+
+    return make
