@@ -17,7 +17,7 @@ from contratile import data, embed, train
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-ELSEWHERE = ("DistributedDataParallel", "scaler.scale", "accelerator", "prepare_image")
+ELSEWHERE = ("DistributedDataParallel", "scaler.scale", "accelerator", "prepare_image", "tokenizer(", "split_fn=")
 """Snippets that need a process group, an accelerator or the reader's own code; examples/ and other tests run these."""
 
 
@@ -67,9 +67,10 @@ def test_snippets_run(page: str) -> None:
 
 def test_snippets_of_the_gradient_cache_run(tmp_path: Path) -> None:
     given = names()
-    first, offload, loop = snippets("grad_cache.md")
+    first, kept, offload, loop = snippets("grad_cache.md")
     exec(first, given)
     assert given["log_scale"].grad is not None
+    exec(kept, given)
     given["loss"] = ct.ClipLoss()
     exec(offload.replace("/scratch", str(tmp_path)), given)
     exec(loop, given)

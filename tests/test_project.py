@@ -130,7 +130,9 @@ def visible() -> set[Path]:
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize("name", ["hf_trainer", "lightning_simclr"])
+@pytest.mark.parametrize(
+    "name", ["hf_trainer", "hf_trainer_cached", "lightning_cached", "lightning_simclr", "vlm_cached"]
+)
 def test_examples_of_trainers_learn(name: str) -> None:
     before = visible()
     lines = run(*PEERS, f"examples/{name}.py").splitlines()

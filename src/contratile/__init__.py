@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from contratile import reference as reference
 from contratile.engine.plan import TilePlan as TilePlan
 from contratile.engine.plan import plan_tiles as plan_tiles
+from contratile.grad_cache import ByLength as ByLength
 from contratile.grad_cache import GradCache as GradCache
+from contratile.grad_cache import Rows as Rows
 from contratile.losses.batch_stats import BatchStats as BatchStats
 from contratile.losses.functional import clip_loss as clip_loss
 from contratile.losses.functional import info_nce as info_nce

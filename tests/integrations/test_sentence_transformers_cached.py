@@ -1,5 +1,6 @@
 """sentence-transformers' cached loss on GradCache: its numbers, its trainer, its options."""
 
+import copy
 import inspect
 from pathlib import Path
 from types import ModuleType
@@ -60,11 +61,30 @@ def test_values_and_gradients(theirs: ModuleType, number: int, size: dict[str, i
     kinds: list[Any] = [CachedMultipleNegativesRankingLoss, theirs.CachedMultipleNegativesRankingLoss]
     for model, kind in zip((ours[0], others[0]), kinds, strict=True):
         torch.manual_seed(3)
-        value = kind(model, 7.0, **size, **options)(columns(number), None)
+        mine = {"lengths": "off"} if model is ours[0] else {}
+        value = kind(model, 7.0, **size, **options, **mine)(columns(number), None)
         (value / 3).backward()
         values.append(value.item())
     assert values[0] == pytest.approx(values[1], rel=ROUNDING)
     assert gap(gradients(*ours), gradients(*others)) <= ROUNDING
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("number", [2, 4])
+@pytest.mark.parametrize("size", [{"mini_batch_size": 4}, {"mini_batch_num_tokens": 20}], ids=["rows", "tokens"])
+@pytest.mark.parametrize("kept", [0, 3, "auto"])
+def test_texts_are_sorted(theirs: ModuleType, number: int, size: dict[str, Any], kept: Any) -> None:
+    """Without dropout: the package's gradients with fewer tokens, with texts of all columns in a mini-batch."""
+    ours, others = twins(Texts(dropout=0.0))
+    theirs.CachedMultipleNegativesRankingLoss(others[0], 7.0, **size)(columns(number), None).backward()
+    loss = CachedMultipleNegativesRankingLoss(ours[0], 7.0, **size, keep_graphs=kept, memory_limit=1 << 30)
+    for _ in range(2):
+        ours[0].zero_grad()
+        loss(columns(number), None).backward()
+    assert gap(gradients(*ours), gradients(*others)) <= ROUNDING
+    assert loss.padding.real <= loss.padding.encoded <= 1.1 * loss.padding.real < loss.padding.given
+    assert len(loss._caches) == 1, "kept for the second step"
+    assert not copy.deepcopy(loss)._caches
 
 
 @pytest.mark.peers
@@ -160,7 +180,7 @@ def test_negatives_are_shared() -> None:
 def test_trainer(theirs: ModuleType, tmp_path: Path) -> None:
     """MiniLM with dropout: the same curve, step by step."""
     data = pairs()
-    got = curve(CachedMultipleNegativesRankingLoss, data, tmp_path, mini_batch_size=3)
+    got = curve(CachedMultipleNegativesRankingLoss, data, tmp_path, mini_batch_size=3, lengths="off")
     want = curve(theirs.CachedMultipleNegativesRankingLoss, data, tmp_path, mini_batch_size=3)
     assert len(got) == 4 and got == pytest.approx(want, abs=1e-4)
     assert max(got) - min(got) > 0.01

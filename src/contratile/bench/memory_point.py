@@ -16,6 +16,7 @@ import torch
 from contratile.bench.clock import clock_for
 from contratile.bench.contestants.cache import CACHE_CONTESTANTS, CacheProblem
 from contratile.bench.contestants.cache_model import LAYERS
+from contratile.bench.contestants.cache_texts import LENGTHS
 from contratile.bench.contestants.family import CASES
 from contratile.bench.contestants.loss import DTYPES, LossProblem, LossStep
 from contratile.bench.harness import describe, quiet
@@ -45,7 +46,7 @@ def loss_peak(options: argparse.Namespace) -> Peak:
 def cache_peak(options: argparse.Namespace) -> Peak:
     """Measure a training step."""
     load = CACHE_CONTESTANTS[options.contestant].load
-    make = partial(CacheProblem, chunk=options.chunk, width=options.d, layers=options.layers)
+    make = partial(CacheProblem, chunk=options.chunk, width=options.d, layers=options.layers, lengths=options.lengths)
     load(make(min(options.n, 2 * options.chunk)))()
     problem = make(options.n)
     return extra_peak(load(problem), problem.parameters)
@@ -65,6 +66,7 @@ def main() -> None:
     cache.add_argument("--contestant", choices=CACHE_CONTESTANTS, required=True)
     cache.add_argument("--chunk", type=int, required=True)
     cache.add_argument("--layers", type=int, default=LAYERS)
+    cache.add_argument("--lengths", choices=LENGTHS, default="equal")
     for kind in (loss, cache):
         kind.add_argument("--n", type=int, required=True)
         kind.add_argument("--d", type=int, required=True)

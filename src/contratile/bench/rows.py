@@ -114,14 +114,26 @@ class RingRow(Row):
 class CacheRow(Row):
     """A row of `bench cache`: a training step of encoder and loss.
 
-    The limit is the time of the encoder: all chunks forward without gradient, then forward and backward.
+    The limit is the time of the encoder: all chunks, of texts sorted by length, forward without gradient, then forward
+    and backward.
     """
 
     chunk: int
     layers: int
     tokens: int
+    """Of every text; 0 if they differ."""
+
     loss_percent: float | None = None
     """Percent of the best step spent on the loss; None if it cannot be timed apart."""
+
+    lengths: str = "equal"
+    """Distribution of the texts' lengths."""
+
+    padding: float | None = None
+    """Tokens encoded for each real token; None if nothing was timed."""
+
+    kept: int | None = None
+    """Chunks whose graphs were kept."""
 
 
 @dataclass(frozen=True, kw_only=True)

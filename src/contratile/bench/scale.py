@@ -23,6 +23,7 @@ from contratile.bench.contestants.scale import ABOUT, MEMORY
 from contratile.bench.memory import MiB
 from contratile.bench.ring import RingBenchConfig, RingSeries
 from contratile.bench.runner import OURS, Benchmark, Series
+from contratile.engine.plan import plan_tiles
 from contratile.errors import bad_value, check_choice, check_count
 from contratile.machine import NOT_INSTALLED, version
 
@@ -56,8 +57,8 @@ class ScaleBenchConfig(BenchConfig):
     """Ranks of a node, for the ring over nodes."""
 
     budget: float = 2.0
-    """Work of a point, in TFLOP. Where a rank would need more, fewer of its queries are computed: the buffers of a ring
-    hold keys."""
+    """Work of a point, in TFLOP. Where a rank would need more, fewer of its queries are computed, at least a tile of
+    them: the buffers of a ring hold keys."""
 
     contestants: tuple[str, ...] = tuple(MEMORY)
     """Which implementations to compare."""
@@ -138,7 +139,8 @@ class ScaleSeries(Series):
         """Measure in a process of its own, with as much work as the budget allows."""
         local, (world, nodes) = n // self.world, HOPS[name]
         per_query = PRODUCTS[name] * 2 * local * self.d * world
-        queries = min(local, max(1, int(self.config.budget * 1e12 / per_query)))
+        tile = plan_tiles(local, local, self.d).rows
+        queries = min(local, max(tile, int(self.config.budget * 1e12 / per_query)))
         if name == "inf_cl" and queries < local:
             return {}
         refusal = self.obstacle(name, n)

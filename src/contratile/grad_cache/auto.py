@@ -19,7 +19,7 @@ from contratile.errors import bad_value
 from contratile.grad_cache.chunks import Nest, map_tensors, repeat_rows, tensors_of
 from contratile.grad_cache.encoded import EncoderSide
 from contratile.grad_cache.replay import RandomState, copy_buffers, devices_of, restore_buffers
-from contratile.grad_cache.wrappers import unsynchronised
+from contratile.grad_cache.wrappers import unsynchronised, without_buffer_broadcast
 from contratile.host_memory import available_bytes, peak_growth
 
 START = 8
@@ -121,17 +121,25 @@ class Trial:
             return sys.float_info.max
         return available_bytes() / 2 if given is None else given
 
+    def rows(self, size: int) -> Nest:
+        """The inputs."""
+        return repeat_rows(self.block, size)
+
+    def encode(self, chunk: Nest) -> Nest:
+        """The forward pass."""
+        return self.side.encode(chunk)
+
     def _run(self, size: int) -> None:
         owner, device = self.side.owner, self.side.device
-        chunk = map_tensors(lambda x: x.to(device), repeat_rows(self.block, size))
+        chunk = map_tensors(lambda x: x.to(device), self.rows(size))
         kept = [(p, p.grad) for p in owner.parameters()]
         state = RandomState.now(devices_of([*owner.parameters(), *tensors_of(chunk)]))
         buffers = copy_buffers([owner])
         try:
             for p, _ in kept:
                 p.grad = None
-            with unsynchronised(self.side.wrappers):
-                output = [x for x in tensors_of(self.side.encode(chunk)) if x.requires_grad]
+            with unsynchronised(self.side.wrappers), without_buffer_broadcast(self.side.wrappers):
+                output = [x for x in tensors_of(self.encode(chunk)) if x.requires_grad]
                 if output:
                     torch.autograd.backward(output, [torch.zeros_like(x) for x in output])
         finally:

@@ -48,7 +48,10 @@ def count_rows(nest: Nest, name: str) -> int:
         bad_type(name, expected="tensors with a row per example", got=type(nest).__name__, remedy=remedy)
     if len(lengths) > 1:
         got = " and ".join(map(str, sorted(lengths)))
-        bad_value(name, expected="tensors of one batch length", got=got, remedy="Each needs one row per example.")
+        if isinstance(nest, Mapping):
+            got += f" ({', '.join(f'{x} {len(y)}' for x, y in nest.items() if isinstance(y, Tensor) and y.dim())})"
+        remedy = "Each needs one row per example; for patches, packed sequences and several images pass split_fn=."
+        bad_value(name, expected="tensors of one batch length", got=got, remedy=remedy)
     return lengths.pop()
 
 
@@ -120,15 +123,16 @@ class RowBuffer:
         self.total, self.count = total, 0
         self.room = torch.empty(0)
 
-    def append(self, chunk: Tensor) -> None:
-        count = self.count + len(chunk)
-        if self.count == 0 or count > len(self.room):
-            room = chunk.new_empty((max(count, self.total or 2 * count), *chunk.shape[1:]))
+    def place(self, rows: slice | Tensor, chunk: Tensor) -> None:
+        """Put rows where they belong."""
+        stop = rows.stop if isinstance(rows, slice) else int(rows.max()) + 1
+        if self.room.dim() != chunk.dim() or stop > len(self.room):
+            room = chunk.new_empty((max(stop, self.total or 2 * stop), *chunk.shape[1:]))
             if self.count:
                 room[: self.count] = self.room[: self.count]
             self.room = room
-        self.room[self.count : count] = chunk
-        self.count = count
+        self.room[rows if isinstance(rows, slice) else rows.to(chunk.device)] = chunk
+        self.count = max(self.count, stop)
 
     def gathered(self) -> Tensor:
         return self.room[: self.count]

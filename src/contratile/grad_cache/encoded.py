@@ -15,6 +15,8 @@ from contratile.grad_cache.chunks import Encoder, Nest, RowBuffer, call, map_ten
 from contratile.grad_cache.offload import ChunkStore, Slot
 from contratile.grad_cache.replay import Autocast, Buffer, RandomState
 
+Rows = slice | Tensor
+"""Which rows of a side a chunk has."""
 OutputGrads = list["Tensor | None"]
 """Gradients of the tensors of an encoder's output; None for those that the loss did not use."""
 
@@ -35,6 +37,9 @@ class EncoderSide:
     total: int | None
     """Number of rows, if known beforehand."""
 
+    columns: tuple[int, ...] = ()
+    """Rows of each input, if the side serves several inputs together; their features are returned one by one."""
+
     trainable: bool | None = None
     """Whether the features require gradients; known after the first chunk."""
 
@@ -43,7 +48,7 @@ class EncoderSide:
     """The encoder's output with empty tensors: its structure."""
 
     outputs: list[RowBuffer] = field(default_factory=list)
-    offloaded: list[Slot] = field(default_factory=list)
+    offloaded: list[tuple[Rows, Slot]] = field(default_factory=list)
 
     @property
     def device(self) -> torch.device:
@@ -54,43 +59,48 @@ class EncoderSide:
         output = call(self.encoder, chunk)
         return output if self.select is None else self.select(output)
 
-    def add(self, output: Nest, store: ChunkStore | None) -> slice:
-        """Add the features of a chunk, offloaded if there is a store. Returns their range among all rows."""
+    def add(self, output: Nest, rows: Rows, store: ChunkStore | None) -> None:
+        """Add the features of some rows, offloaded if there is a store."""
         tensors = [x.detach() for x in tensors_of(output)]
         if self.form is None:
             self.form = map_tensors(lambda x: x.new_empty(0), output)
         if store is None:
-            self._append(tensors)
+            self._place(rows, tensors)
         else:
-            self.offloaded.append(store.put(tensors))
-        place = slice(self.rows, self.rows + len(tensors[0]))
-        self.rows = place.stop
-        return place
+            self.offloaded.append((rows, store.put(tensors)))
+        self.rows += len(tensors[0])
 
-    def _append(self, tensors: list[Tensor]) -> None:
+    def _place(self, rows: Rows, tensors: list[Tensor]) -> None:
         if not self.outputs:
             self.outputs = [RowBuffer(self.total) for _ in tensors]
         for gathered, x in zip(self.outputs, tensors, strict=True):
-            gathered.append(x)
+            gathered.place(rows, x)
 
     def gather(self, store: ChunkStore) -> list[Tensor]:
         """Return the features of all chunks."""
         self.total = self.rows
-        for tensors in store.fetch(self.offloaded, store.get):
-            self._append(tensors)
+        places = [rows for rows, _ in self.offloaded]
+        loaded = store.fetch([slot for _, slot in self.offloaded], store.get)
+        for rows, tensors in zip(places, loaded, strict=True):
+            self._place(rows, tensors)
         found = [gathered.gathered() for gathered in self.outputs]
         self.outputs, self.offloaded = [], []
         return found
 
 
-@dataclass(frozen=True)
+@dataclass
 class ChunkRecord:
-    """A chunk that will be encoded again: its rows, and the random state before its first pass."""
+    """A chunk that will be encoded again, unless its graph is kept."""
 
     side: EncoderSide
-    rows: slice
+    rows: Rows
+    count: int
     chunk: Slot
     state: RandomState
+    """The random state before its first pass."""
+
+    kept: list[Tensor] | None = None
+    """The encoder's output with its graph, if that is kept."""
 
 
 class Encoded:
@@ -119,12 +129,12 @@ class Encoded:
 
     @property
     def leaves(self) -> list[list[Tensor]]:
-        """The tensors of `features`, a list per side."""
+        """The tensors of `features`, a list per side; those of its first column first."""
         if not self._open:
             remedy = "Encode again: the chunks of a batch are kept for one backward pass."
             bad_value("encoded", expected="features that are still there", got="used ones", remedy=remedy)
         if self._leaves is None:
-            self._leaves = [side.gather(self.store) for side in self.sides]
+            self._leaves = [_columns(side.gather(self.store), side.columns) for side in self.sides]
             for side, leaves in zip(self.sides, self._leaves, strict=True):
                 for x in leaves:
                     x.requires_grad_(bool(side.trainable) and x.is_floating_point())
@@ -136,19 +146,22 @@ class Encoded:
         built = []
         for side, leaves in zip(self.sides, self.leaves, strict=True):
             left = iter(leaves)
-            built.append(map_tensors(partial(_next_of, left), side.form))
+            for _ in side.columns or (side.rows,):
+                built.append(map_tensors(partial(_next_of, left), side.form))
         return built
 
     def work(self) -> list[tuple[ChunkRecord, Slot]]:
-        """Chunks whose features have gradients, with these gradients, in the order of the first pass.
+        """Chunks whose features have gradients, with these gradients, the last chunk of the first pass first.
 
         Releases the features: only their gradients are needed from here on.
         """
-        found = {id(side): [x.grad for x in leaves] for side, leaves in zip(self.sides, self.leaves, strict=True)}
+        grads = [[x.grad for x in leaves] for leaves in self.leaves]
         self._leaves, self._open = None, False
+        found = {id(side): _joined(mine, side.columns) for side, mine in zip(self.sides, grads, strict=True)}
+        del grads
         paired = []
-        for record in self.records:
-            mine = [None if g is None else g[record.rows] for g in found[id(record.side)]]
+        for record in reversed(self.records):
+            mine = [None if g is None else _taken(g, record.rows) for g in found[id(record.side)]]
             if any(g is not None for g in mine):
                 paired.append((record, self.feature_store.put(mine) if self.feature_store else mine))
         return paired
@@ -159,7 +172,8 @@ class Encoded:
         def load(item: tuple[ChunkRecord, Slot]) -> tuple[ChunkRecord, Nest, OutputGrads]:
             record, mine = item
             gradients: OutputGrads = self.feature_store.get(mine) if self.feature_store else mine
-            return record, self.store.get(record.chunk), gradients
+            chunk = self.store.get(record.chunk) if record.kept is None else None
+            return record, chunk, gradients
 
         return iter(self.store.fetch(work, load))
 
@@ -178,3 +192,32 @@ class Encoded:
 def _next_of(tensors: Iterator[Tensor], _: Tensor) -> Tensor:
     """Replace a tensor of the structure by the next one."""
     return next(tensors)
+
+
+def _columns(tensors: list[Tensor], columns: tuple[int, ...]) -> list[Tensor]:
+    """Split the features of a side that serves several inputs: all tensors of the first input, then of the second."""
+    if not columns:
+        return tensors
+    pieces = [torch.split(x, list(columns)) for x in tensors]
+    return [piece[k] for k in range(len(columns)) for piece in pieces]
+
+
+def _joined(grads: OutputGrads, columns: tuple[int, ...]) -> OutputGrads:
+    """The reverse of `_columns`. Where the loss used only some columns, the others have gradient 0."""
+    if not columns:
+        return grads
+    number = len(grads) // len(columns)
+    found: OutputGrads = []
+    for at in range(number):
+        mine = grads[at::number]
+        like = next((g for g in mine if g is not None), None)
+        if like is None:
+            found.append(None)
+            continue
+        pairs = zip(mine, columns, strict=True)
+        found.append(torch.cat([like.new_zeros(n, *like.shape[1:]) if g is None else g for g, n in pairs]))
+    return found
+
+
+def _taken(x: Tensor, rows: Rows) -> Tensor:
+    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows.to(x.device))

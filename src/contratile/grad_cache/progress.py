@@ -26,6 +26,8 @@ class RichBar:
         self.bar: Any = None
         self.task: Any = None
         self.phase: Phase | None = None
+        self.note = ""
+        """Shown beside the phase "encode"."""
 
     def __call__(self, phase: Phase, done: int, total: int | None) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -35,7 +37,8 @@ class RichBar:
             columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
             self.bar, self.phase = Progress(*columns), phase
             self.bar.start()
-            self.task = self.bar.add_task(phase, total=total)
+            note = f", {self.note}" if phase == "encode" and self.note else ""
+            self.task = self.bar.add_task(phase + note, total=total)
         self.bar.update(self.task, completed=done, total=total)
         if done == total:
             self.close()

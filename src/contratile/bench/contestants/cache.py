@@ -9,9 +9,9 @@ All do the same work: one encoder with dropout for queries and documents, and In
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,8 +20,10 @@ from torch.nn import functional as F
 
 from contratile import GradCache, info_nce
 from contratile.bench.contestants import Contestant, packages_of
-from contratile.bench.contestants.cache_model import LAYERS, Encoder, SentenceModel, tokens
+from contratile.bench.contestants.cache_model import LAYERS, TOKENS, Encoder, SentenceModel
+from contratile.bench.contestants.cache_texts import LONGEST, Lengths, cut_chunks, make_texts
 from contratile.bench.memory import MiB
+from contratile.grad_cache.chunks import call, tensors_of
 
 SCALE = 20.0
 PLAIN_ROW = 4.6 * MiB
@@ -31,15 +33,43 @@ PLAIN_ROW = 4.6 * MiB
 class CacheProblem:
     """A model, a batch, and the chunk size."""
 
-    def __init__(self, n: int, chunk: int, *, width: int = 128, layers: int = LAYERS, dropout: float = 0.1) -> None:
+    def __init__(
+        self,
+        n: int,
+        chunk: int,
+        *,
+        width: int = 128,
+        layers: int = LAYERS,
+        dropout: float = 0.1,
+        lengths: Lengths = "equal",
+    ) -> None:
         torch.manual_seed(0)
-        self.n, self.chunk = n, chunk
-        self.encoder = Encoder(width, layers, dropout=dropout)
-        self.query, self.document = tokens(n, seed=1), tokens(n, seed=2)
+        self.n, self.chunk, self.lengths = n, chunk, lengths
+        self.encoder = Encoder(width, layers, dropout=dropout, longest=TOKENS if lengths == "equal" else LONGEST)
+        self.query, self.document = make_texts(n, lengths, seed=1), make_texts(n, lengths, seed=2)
 
     @property
-    def sides(self) -> tuple[Tensor, Tensor]:
+    def sides(self) -> tuple[Any, Any]:
         return self.query, self.document
+
+    @property
+    def chunks(self) -> list[Any]:
+        """All chunks in their order, each as wide as its longest text."""
+        return [x for side in self.sides for x in cut_chunks(side, self.chunk)]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text."""
+        widths: list[int] = [tensors_of(x)[0].shape[1] for x in self.sides]
+        return max(widths)
+
+    def padding_of(self, chunks: Sequence[Any]) -> float:
+        """Tokens in chunks for each real token."""
+        if self.lengths == "equal":
+            return 1.0
+        real = sum(int(x["attention_mask"].sum()) for x in self.sides)
+        encoded: int = sum(x["input_ids"].numel() for x in chunks)
+        return encoded / real
 
     @cached_property
     def parameters(self) -> list[Tensor]:
@@ -57,6 +87,16 @@ class TrainingStep:
     def __init__(self, problem: CacheProblem) -> None:
         self.problem, self.loss_seconds = problem, float("inf")
         self.prepare()
+
+    @property
+    def padding(self) -> float | None:
+        """Tokens that were encoded for each real token."""
+        return self.problem.padding_of(self.problem.chunks)
+
+    @property
+    def kept(self) -> int:
+        """Chunks whose graphs were kept."""
+        return 0
 
     def prepare(self) -> None:
         """Import and build what the step needs."""
@@ -80,13 +120,29 @@ class TrainingStep:
         return run
 
 
+def our_loss(query: Tensor, document: Tensor) -> Tensor:
+    """InfoNCE without a matrix of scores."""
+    return info_nce(query, document, SCALE, group=None)
+
+
 class OurStep(TrainingStep):
     """`contratile.GradCache`."""
 
+    def make(self) -> GradCache:
+        return GradCache(self.problem.encoder, our_loss, self.problem.chunk)
+
     def prepare(self) -> None:
-        loss = lambda query, document: info_nce(query, document, SCALE, group=None)  # noqa: E731
-        self.cache = GradCache(self.problem.encoder, loss, self.problem.chunk)
+        self.cache = self.make()
         self.loss_and_grads = self.timed(self.cache.loss_and_grads)
+
+    @property
+    def padding(self) -> float | None:
+        found = self.cache.padding
+        return found.encoded / found.real if found.real else super().padding
+
+    @property
+    def kept(self) -> int:
+        return self.cache.kept_chunks
 
     def run(self) -> Tensor:
         encoded = self.cache.encode(*self.problem.sides)
@@ -95,18 +151,56 @@ class OurStep(TrainingStep):
         return loss
 
 
+class ColumnsStep(OurStep):
+    """Each side sorted by itself, as if it had an encoder of its own."""
+
+    def make(self) -> GradCache:
+        encoders = [partial(self.problem.encoder) for _ in self.problem.sides]
+        return GradCache(encoders, our_loss, self.problem.chunk)
+
+
+class TokensStep(OurStep):
+    """Chunks by tokens: as many as the largest chunk of the others has."""
+
+    def make(self) -> GradCache:
+        tokens = self.problem.chunk * self.problem.longest
+        return GradCache(self.problem.encoder, our_loss, chunk_tokens=tokens)
+
+
+class KeptStep(OurStep):
+    """All graphs kept."""
+
+    def make(self) -> GradCache:
+        return GradCache(self.problem.encoder, our_loss, self.problem.chunk, keep_graphs=sys.maxsize)
+
+
+class UnsortedStep(OurStep):
+    """Rows as they come, with all padding of the batch."""
+
+    def make(self) -> GradCache:
+        return GradCache(self.problem.encoder, our_loss, self.problem.chunk, lengths="off")
+
+    @property
+    def padding(self) -> float | None:
+        return self.problem.padding_of(self.problem.sides)
+
+
 class PlainStep(TrainingStep):
     """All activations at once, and a score matrix. Its loss cannot be timed apart from the rest of the backward."""
 
     def run(self) -> Tensor:
-        query, document = (self.problem.encoder(x) for x in self.problem.sides)
+        query, document = (call(self.problem.encoder, x) for x in self.problem.sides)
         loss = F.cross_entropy(SCALE * query @ document.T, torch.arange(len(query)))
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         return loss.detach()
 
+    @property
+    def padding(self) -> float | None:
+        return self.problem.padding_of(self.problem.sides)
+
 
 class GradCacheStep(TrainingStep):
-    """The package GradCache with its own loss class."""
+    """The package GradCache with its own loss class. It is told to cut padding per chunk, which is not its default."""
 
     def prepare(self) -> None:
         import gradcache
@@ -119,7 +213,7 @@ class GradCacheStep(TrainingStep):
         their_loss = SimpleContrastiveLoss()
         loss = lambda query, document: their_loss(SCALE * query, document)  # noqa: E731
         encoder = self.problem.encoder
-        self.cache: Any = TheirCache([encoder, encoder], self.problem.chunk, loss)
+        self.cache: Any = TheirCache([encoder, encoder], self.problem.chunk, loss, split_input_fn=cut_chunks)
         self.cache.build_cache = self.timed(self.cache.build_cache)
 
     def run(self) -> Tensor:
@@ -138,21 +232,26 @@ class SentenceTransformersStep(TrainingStep):
         self.loss.calculate_loss = self.timed(self.loss.calculate_loss)  # type: ignore[method-assign]
 
     def run(self) -> Tensor:
-        loss: Tensor = self.loss([{"input_ids": x} for x in self.problem.sides], None)
+        given = [x if isinstance(x, dict) else {"input_ids": x} for x in self.problem.sides]
+        loss: Tensor = self.loss([dict(x) for x in given], None)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         return loss.detach()
 
 
 class EncoderLimit(TrainingStep):
-    """What no gradient cache can avoid: all chunks forward, then forward and backward."""
+    """All chunks forward, then forward and backward, of texts sorted by length over both sides."""
+
+    def prepare(self) -> None:
+        known = GradCache(self.problem.encoder, our_loss, self.problem.chunk).feed.agenda(self.problem.sides).known
+        assert known is not None
+        self.ready = [item.chunk() for item in known]
 
     def run(self) -> Tensor:
-        chunks = [x for side in self.problem.sides for x in torch.split(side, self.problem.chunk)]
         with torch.no_grad():
-            for x in chunks:
-                self.problem.encoder(x)
-        for x in chunks:
-            features = self.problem.encoder(x)
+            for x in self.ready:
+                call(self.problem.encoder, x)
+        for x in self.ready:
+            features = call(self.problem.encoder, x)
             features.backward(torch.ones_like(features))
         return torch.empty(0)
 
@@ -175,6 +274,10 @@ class CacheContestant(Contestant):
 
 _ALL = (
     CacheContestant(name="contratile", load=OurStep, about="GradCache with info_nce: chunks, no scores kept"),
+    CacheContestant(name="contratile_columns", load=ColumnsStep, about="the same, each side sorted by itself"),
+    CacheContestant(name="contratile_tokens", load=TokensStep, about="the same, chunks by tokens"),
+    CacheContestant(name="contratile_kept", load=KeptStep, about="the same, all graphs kept", keeps_all=True),
+    CacheContestant(name="contratile_unsorted", load=UnsortedStep, about="the same, rows as they come"),
     CacheContestant(
         name="plain",
         load=PlainStep,

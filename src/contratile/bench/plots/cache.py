@@ -19,7 +19,8 @@ def draw_cache(recording: Recording[CacheRow], folder: Path) -> tuple[Path, ...]
         label = f"batch size N (pairs), chunks of {rows[0].chunk}, width {d}"
         grid.append([Panel(rows, memory_panel, label), Panel(rows, _step_panel, label)])
     first = recording.rows[0]
-    title = f"A training step: transformer of {first.layers} layers over {first.tokens} tokens, dropout, and the loss"
+    texts = f"{first.tokens} tokens" if first.tokens else f"texts of {first.lengths} lengths"
+    title = f"A training step: transformer of {first.layers} layers over {texts}, dropout, and the loss"
     path = folder / "cache.png"
     figure_of(grid, title, threads_text(recording), recording.environment, path)
     return (path,)

@@ -27,6 +27,10 @@ STYLES: dict[str, dict[str, Any]] = {
     "disco": {"color": "#009E73", "marker": "h"},
     "plain": {"color": "#000000", "marker": "s"},
     "grad_cache": {"color": "#009E73", "marker": "h"},
+    "contratile_columns": {"color": "#0072B2", "marker": "v", "linestyle": "--"},
+    "contratile_tokens": {"color": "#0072B2", "marker": "^", "linestyle": ":"},
+    "contratile_kept": {"color": "#0072B2", "marker": "s", "linestyle": "-."},
+    "contratile_unsorted": {"color": "#56B4E9", "marker": "v"},
     "contratile_table": {"color": "#0072B2", "marker": "^", "alpha": 0.5},
     "webdataset": {"color": "#009E73", "marker": "h"},
 }
@@ -48,6 +52,10 @@ LABELS = {
     "disco": "DisCo-style gather",
     "plain": "plain training",
     "grad_cache": "GradCache package",
+    "contratile_columns": "Contratile, each side sorted",
+    "contratile_tokens": "Contratile, chunks by tokens",
+    "contratile_kept": "Contratile, all graphs kept",
+    "contratile_unsorted": "Contratile, not sorted",
     "contratile_table": "contratile, table of files",
 }
 

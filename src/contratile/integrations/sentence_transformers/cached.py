@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from contratile.errors import bad_value, check_count
-from contratile.grad_cache import GradCache
+from contratile.grad_cache import ByLength, GradCache
 from contratile.grad_cache.chunks import cut
+from contratile.grad_cache.keep import KeepGraphs
 from contratile.grad_cache.offload import Offload
+from contratile.grad_cache.plan import Padding
 from contratile.integrations.sentence_transformers.citations import GRAD_CACHE
 from contratile.integrations.sentence_transformers.options import OTHERWISE, Direction, Similarity
 from contratile.integrations.sentence_transformers.ranking import MultipleNegativesRankingLoss
@@ -30,7 +32,7 @@ class CachedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
 
     The same loss as `MultipleNegativesRankingLoss`, with `contratile.GradCache` over mini-batches of texts: memory does
     not grow with the batch, for a second forward pass. `forward` runs its first two phases and `backward()` the third,
-    so trainers use it like any other loss; `backward()` may be called once. Mini-batches are cut as in the package.
+    so trainers use it like any other loss; `backward()` may be called once. Texts of similar length share a mini-batch.
 
     Requirements: as for `MultipleNegativesRankingLoss`. Flattened inputs and StaticEmbedding models are not supported.
 
@@ -45,6 +47,10 @@ class CachedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
         mini_batch_num_tokens: Tokens to encode at a time instead (sentence-transformers 6).
         show_progress_bar: Draw a progress bar (needs rich).
         offload: Where tokenized mini-batches are kept until the second pass: "none", "host" or "disk".
+        lengths: "auto" sorts the texts of all columns by length, so that mini-batches have hardly any padding; "off"
+            cuts them as the package does, so that dropout draws what it draws there. See `contratile.ByLength`.
+        keep_graphs: Mini-batches that are encoded only once, for more memory: a number, or "auto" for as many as fit.
+        memory_limit: Bytes that a mini-batch and kept graphs may take with "auto".
 
     Raises:
         ValueError: An option is invalid or not supported.
@@ -75,6 +81,9 @@ class CachedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
         tile: int | None = None,
         cache_bytes: int = 0,
         offload: Offload = "none",
+        lengths: Literal["auto", "off"] | ByLength = "auto",
+        keep_graphs: KeepGraphs = 0,
+        memory_limit: int | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -96,6 +105,8 @@ class CachedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
         self.mini_batch_num_tokens = mini_batch_num_tokens
         self.show_progress_bar = show_progress_bar
         self.offload = offload
+        self.lengths, self.keep_graphs, self.memory_limit = lengths, keep_graphs, memory_limit
+        self._caches: dict[bool, tuple[nn.Module, GradCache]] = {}
 
     @property
     def loss(self) -> MultipleNegativesRankingLoss:
@@ -112,14 +123,10 @@ class CachedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
         Returns:
             A loss whose `backward()` computes the gradients of the model.
         """
-        cache = GradCache(
-            _Embedding(self.model),
-            self.compute_loss_from_embeddings,
-            chunk_size=sys.maxsize,  # inputs are cut into mini-batches below
-            offload=self.offload,
-            progress="bar" if self.show_progress_bar else None,
-        )
-        encoded = cache.encode(*(self._mini_batches(features) for features in sentence_features))
+        given = list(sentence_features)
+        whole = self.lengths != "off" and all(map(_is_padded, given))
+        cache = self._cache(whole)
+        encoded = cache.encode(*(given if whole else map(self._mini_batches, given)))
         columns = [[x] for x in encoded.features]
         if not torch.is_grad_enabled():
             with encoded:
@@ -127,6 +134,37 @@ class CachedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
         loss = self.calculate_loss(columns, labels, with_backward=True).requires_grad_()
         loss.register_hook(partial(cache.backward, encoded))  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         return loss
+
+    def _cache(self, whole: bool) -> GradCache:
+        """The cache for whole columns, which it sorts and cuts, or for mini-batches that are already cut.
+
+        It is kept for later steps: what it found about the model in the first is still true.
+        """
+        known = self._caches.get(whole)
+        if known is None or known[0] is not self.model:
+            rows = self.mini_batch_size if self.mini_batch_num_tokens is None else sys.maxsize
+            cache = GradCache(
+                _Embedding(self.model),
+                self.compute_loss_from_embeddings,
+                chunk_size=rows if whole else sys.maxsize,
+                chunk_tokens=self.mini_batch_num_tokens if whole else None,
+                lengths=self.lengths if whole else "off",
+                keep_graphs=self.keep_graphs,
+                memory_limit=self.memory_limit,
+                offload=self.offload,
+                progress="bar" if self.show_progress_bar else None,
+            )
+            known = self._caches[whole] = self.model, cache
+        return known[1]
+
+    @property
+    def padding(self) -> Padding:
+        """Tokens of the last step: real ones, encoded ones, and as they came."""
+        return self._caches[True][1].padding if True in self._caches else Padding()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies make caches of their own."""
+        return {**self.__dict__, "_caches": {}}
 
     def calculate_loss(
         self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
@@ -194,6 +232,9 @@ class CachedMultipleNegativesSymmetricRankingLoss(CachedMultipleNegativesRanking
         tile: int | None = None,
         cache_bytes: int = 0,
         offload: Offload = "none",
+        lengths: Literal["auto", "off"] | ByLength = "auto",
+        keep_graphs: KeepGraphs = 0,
+        memory_limit: int | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -209,7 +250,17 @@ class CachedMultipleNegativesSymmetricRankingLoss(CachedMultipleNegativesRanking
             tile=tile,
             cache_bytes=cache_bytes,
             offload=offload,
+            lengths=lengths,
+            keep_graphs=keep_graphs,
+            memory_limit=memory_limit,
         )
+
+
+def _is_padded(features: dict[str, Any]) -> bool:
+    """Whether all tensors of a column have a row for each text; images of several sizes and flattened texts do not."""
+    tensors = [x for x in features.values() if isinstance(x, Tensor) and x.dim()]
+    flat = any(name in features for name in _FLAT)
+    return not flat and bool(tensors) and len({len(x) for x in tensors}) == 1
 
 
 class _Embedding(nn.Module):

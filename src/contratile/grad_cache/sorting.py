@@ -1,0 +1,88 @@
+"""Decides which inputs are sorted and cut by length."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from contratile.errors import check_choice
+from contratile.grad_cache.agreement import disagreement
+from contratile.grad_cache.chunks import Encoder, Nest
+from contratile.grad_cache.encoded import EncoderSide
+from contratile.grad_cache.lengths import POWERS, ByLength, Pool, can_join, has_lengths
+
+
+class Sorting:
+    """The option `lengths` of `GradCache`, and what the comparison with and without padding found."""
+
+    def __init__(self, lengths: Literal["auto", "off"] | ByLength) -> None:
+        if not isinstance(lengths, ByLength):
+            check_choice("lengths", lengths, ("auto", "off"))
+        self.rule = ByLength() if lengths == "auto" else None if lengths == "off" else lengths
+        self.auto = lengths == "auto"
+        self.agreed: dict[Encoder, bool] = {}
+        """Whether features agree with and without padding."""
+
+    def pools(self, side: EncoderSide, nests: Sequence[Nest]) -> list[Pool]:
+        """The rows of some nests: one pool with lengths if they are sorted and cut, otherwise a pool for each."""
+        rule = self._rule(side, nests)
+        if rule is not None:
+            pool = Pool(nests, rule, f"input {side.index}")
+            if self._agrees(side, pool):
+                return [pool]
+        return [Pool([nest], None, f"input {side.index}") for nest in nests]
+
+    def joined(self, side: EncoderSide, nests: Sequence[Nest]) -> Pool | None:
+        """The rows of several inputs of one encoder; None if they cannot be in one chunk."""
+        if not self.can_join(side, nests):
+            return None
+        pool, *more = self.pools(side, nests)
+        return None if more else pool
+
+    def can_join(self, side: EncoderSide, nests: Sequence[Nest]) -> bool:
+        rule = self._rule(side, nests)
+        return rule is not None and can_join(nests, rule)
+
+    def window(self, side: EncoderSide, block: Nest) -> int:
+        """Blocks of an iterator that are read before the first is encoded."""
+        rule = self._rule(side, [block])
+        if rule is None or not self.agreed.get(side.encoder, True):
+            return 1
+        return rule.window
+
+    def buckets(self, side: EncoderSide, rule: ByLength) -> tuple[int, ...]:
+        """Lengths that chunks may have."""
+        if rule.buckets != "auto":
+            return rule.buckets
+        return POWERS if any(map(_is_compiled, side.owner.modules())) else ()
+
+    def _rule(self, side: EncoderSide, nests: Sequence[Nest]) -> ByLength | None:
+        if self.rule is None or not all(has_lengths(nest, self.rule) for nest in nests):
+            return None
+        if self.auto and any(isinstance(x, _BatchNorm) and x.training for x in side.owner.modules()):
+            return None  # statistics of a chunk would be those of texts of one length
+        return self.rule
+
+    def _agrees(self, side: EncoderSide, pool: Pool) -> bool:
+        assert self.rule is not None
+        if not self.rule.check:
+            return True
+        if side.encoder not in self.agreed:
+            found = disagreement(side, pool)
+            self.agreed[side.encoder] = not found
+            if found:
+                warnings.warn(
+                    f"features of input {side.index} are not the same without padding ({found}), so its rows are "
+                    "neither sorted nor cut by length. Does the encoder use its attention mask? Positions of left "
+                    "padded rows must not depend on the padding. GradCache(lengths='off') avoids this message.",
+                    stacklevel=2,
+                )
+        return self.agreed[side.encoder]
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
