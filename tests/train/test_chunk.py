@@ -118,12 +118,12 @@ def test_samples_of_any_source(source: Numbers | River) -> None:
     """Random ones of an indexed source or a stream; broken ones are left out."""
     towers: Any = SimpleNamespace(left=SimpleNamespace(prepare=as_tensor), right=SimpleNamespace(prepare=as_tensor))
     config = small(Path("pairs.csv"), Path("run"), batch=24)
-    (left,), (right,) = search._samples(config, towers, source)
+    (left,), (right,) = search.sample_inputs(config, towers, source)
     assert torch.equal(left, -right) and 4 < len(left) < 24 and left.remainder(2).all()
     assert left.tolist() != sorted(left.tolist())
     source.broken = frozenset(range(40))
     with pytest.raises(ValueError, match=f"{source.name}.*: expected samples to train on, got none. All .* are broken"):
-        search._samples(config, towers, source)
+        search.sample_inputs(config, towers, source)
 
 
 def test_systems_that_do_not_tell_are_refused(table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

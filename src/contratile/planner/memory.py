@@ -139,7 +139,14 @@ def _chunk_terms(work: Workload, devices: Devices) -> Sequence[Term]:
     if work.measured is not None:
         held, lost = work.measured(held + lost), 0.0
         first, counted = first * held / largest.peak, "line through two small chunks that were run here"
+    kept = held + lost if devices.on_cpu else 0.0
     return [
+        Term(
+            name="not given back",
+            bytes=kept,
+            phases=("update",),
+            how="chunks are freed, but malloc keeps their memory; large blocks of the update come on top",
+        ),
         Term(name="activations of a chunk", bytes=held, phases=("backward",), how=counted),
         Term(
             name="first chunk",

@@ -28,9 +28,8 @@ HOST_LINK = 20e9
 DISK = 2e9
 """Assumed: bytes per second of the disk that chunks are offloaded to, per node."""
 CPU_MOVED = 0.45
-"""Traffic of a CPU's operators at the measured speed of copies, over what their tensors add up to: part of them is
-still in the cache, part is not copied but computed. Fitted on runs that are not among those of the benchmark.
-"""
+"""Assumed: traffic of a CPU's operators at the measured speed of copies, over what their tensors add up to: part of
+them is still in the cache. Not fitted yet."""
 
 
 @dataclass(frozen=True, kw_only=True)

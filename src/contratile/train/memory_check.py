@@ -26,7 +26,8 @@ from contratile.train.config import TrainConfig
 from contratile.train.planning import plan_config
 
 MARGIN = 1.3
-"""Predicted over available memory above which a run is refused. Predictions of definitions err by up to a quarter."""
+"""Predicted over available memory above which a run is refused. Predictions are meant to be within a quarter; those of
+docs/plan.md are within 13 %."""
 NEAR = 0.9
 """Share of the available memory above which a run is told that it may not fit."""
 FAR = 0.5
