@@ -89,7 +89,8 @@ def test_dense_scores_and_other_losses(work: Workload) -> None:
 def test_room_for_features_is_what_the_buffer_takes(rows: int, chunk: int) -> None:
     buffer = RowBuffer(None)
     for start in range(0, rows, chunk):
-        buffer.append(torch.zeros(min(chunk, rows - start), 1))
+        stop = min(start + chunk, rows)
+        buffer.place(slice(start, stop), torch.zeros(stop - start, 1))
     assert buffer_rows(rows, chunk) == len(buffer.room)
 
 
