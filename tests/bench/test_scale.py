@@ -24,7 +24,7 @@ def test_a_tiny_run(tmp_path: Path) -> None:
         dims=(64,),
         budget=0.001,
         threads=1,
-        contestants=("contratile", "contratile_nodes", "open_clip_grad", "open_clip_local"),
+        contestants=("contratile", "contratile_nodes", "open_clip", "open_clip_local"),
     )
     recording = run(BENCH, config, command="test")
     assert len(recording.rows) == 2 * 3 + 2 * 4, "one node is no ring over nodes"

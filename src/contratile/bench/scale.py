@@ -28,7 +28,7 @@ from contratile.errors import bad_value, check_choice, check_count
 from contratile.machine import NOT_INSTALLED, version
 
 OVER_NODES = "contratile_nodes"
-HOPS = {OURS: (3, 1), OVER_NODES: (9, 3), "inf_cl": (3, 1)}
+HOPS = {OURS: (3, 1), OVER_NODES: (9, 3), "inf_cl": (4, 1)}
 """Ranks and nodes that are enough for all buffers of a ring to exist at the same time."""
 PRODUCTS = {OURS: 4, OVER_NODES: 4, "inf_cl": 80}
 """Matrix products per visiting block, as the budget counts them. The small tiles of the paper's ring (10 products) are

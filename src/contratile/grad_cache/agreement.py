@@ -1,6 +1,6 @@
 """Whether an encoder gives the same features without padding: it does if it uses its mask.
 
-    difference = disagreement(side, pool)       # "" if the features agree within rounding
+    difference = disagreement(side, pool)       # "" if the features agree within rounding, None without padding
 
 A few rows, the shortest, are encoded with and without their padding, in evaluation mode and without gradients.
 """
@@ -29,12 +29,18 @@ _CLOSE_HALF = 5e-2
 _CLOSE_TF32 = 2e-3
 
 
-def disagreement(side: EncoderSide, pool: Pool) -> str:
-    """What differs between features of rows with and without padding; "" if nothing does, or there is no padding."""
+def disagreement(side: EncoderSide, pool: Pool, *, always: bool = False) -> str | None:
+    """What differs between features of rows with and without padding; "" if nothing does.
+
+    None if no row has padding, so that nothing can be compared. `always`: encode some rows nevertheless, because ranks
+    that have padding wait for this one.
+    """
     rows = torch.argsort(pool.lengths, stable=True)[:ROWS]
+    padded = rows[pool.lengths[rows] < pool.width]
+    if not len(padded) and not always:
+        return None
+    rows = padded if len(padded) else rows
     length = int(pool.lengths[rows].max())
-    if length >= pool.width:
-        return ""
     device = side.device
     cut, whole = (map_tensors(lambda x: x.to(device), pool.take(rows, width)) for width in (length, pool.width))
     with _undisturbed(side, [*tensors_of(cut)]):
@@ -45,7 +51,7 @@ def disagreement(side: EncoderSide, pool: Pool) -> str:
             raise
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             return f"it raised {type(error).__name__} for them: {error}"
-    return _difference(got, want, side.owner, cut)
+    return _difference(got, want, side.owner, cut) if len(padded) else None
 
 
 def _difference(got: list[Tensor], want: list[Tensor], owner: nn.Module, chunk: Nest) -> str:

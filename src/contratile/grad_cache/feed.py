@@ -87,7 +87,7 @@ class Feed:
         self.chunk_size, self.chunk_tokens = _check_chunk_size(chunk_size), chunk_tokens
         if chunk_tokens is not None:
             check_count("chunk_tokens", chunk_tokens, least=1)
-        self.sorting = Sorting(lengths)
+        self.sorting = Sorting(lengths, group)
         self.split_fn = split_fn
         self.select, self.memory_limit, self.group = select, memory_limit, group
         self.found: dict[int, int] = {}

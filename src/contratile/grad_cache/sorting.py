@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -14,16 +15,18 @@ from contratile.grad_cache.agreement import disagreement
 from contratile.grad_cache.chunks import Encoder, Nest
 from contratile.grad_cache.encoded import EncoderSide
 from contratile.grad_cache.lengths import POWERS, ByLength, Pool, can_join, has_lengths
+from contratile.grad_cache.wrappers import is_sharded
+from contratile.ring.team import Group, Team
 
 
 class Sorting:
     """The option `lengths` of `GradCache`, and what the comparison with and without padding found."""
 
-    def __init__(self, lengths: Literal["auto", "off"] | ByLength) -> None:
+    def __init__(self, lengths: Literal["auto", "off"] | ByLength, group: Group = "auto") -> None:
         if not isinstance(lengths, ByLength):
             check_choice("lengths", lengths, ("auto", "off"))
         self.rule = ByLength() if lengths == "auto" else None if lengths == "off" else lengths
-        self.auto = lengths == "auto"
+        self.auto, self.group = lengths == "auto", group
         self.agreed: dict[Encoder, bool] = {}
         """Whether features agree with and without padding."""
 
@@ -72,7 +75,9 @@ class Sorting:
         if not self.rule.check:
             return True
         if side.encoder not in self.agreed:
-            found = disagreement(side, pool)
+            found = self._compared(side, pool)
+            if found is None:
+                return True  # no row has padding: there is nothing to cut
             self.agreed[side.encoder] = not found
             if found:
                 warnings.warn(
@@ -82,6 +87,18 @@ class Sorting:
                     stacklevel=2,
                 )
         return self.agreed[side.encoder]
+
+    def _compared(self, side: EncoderSide, pool: Pool) -> str | None:
+        """What `disagreement` finds. Ranks that share shards encode together, and so decide together."""
+        team = Team.of(self.group)
+        if team.size == 1 or not any(map(is_sharded, side.wrappers)):
+            return disagreement(side, pool)
+        found = disagreement(side, pool, always=True)
+        facts = torch.tensor([found is not None, bool(found)], dtype=torch.float32, device=side.device)
+        padded, wrong = team.sum(facts).tolist()
+        if not padded:
+            return None
+        return found or ("those of another rank differ" if wrong else "")
 
 
 def _is_compiled(module: nn.Module) -> bool:

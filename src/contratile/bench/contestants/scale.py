@@ -3,7 +3,8 @@
     step = simulated("inf_cl", world=3)          # on this process: every rank holds the same pairs
     MEMORY["open_clip_local"](n, total, d)       # bytes beyond inputs and gradients
 
-Formulas count the fp32 tensors that a contestant's code holds at its peak. N pairs on all ranks, n on one, D features.
+Formulas count the fp32 tensors that a contestant's code holds at its peak: those of others are `planner.peers`. N pairs
+on all ranks, n on one, D features.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from contratile import clip_loss
 from contratile.bench.contestants.loss import LossStep, backward
 from contratile.engine.plan import plan_tiles
 from contratile.losses.functional import pair_lse
+from contratile.planner.peers import Peer, peer_loss_bytes
 from contratile.ring.simulated import SimulatedRank
 
 FP32 = 4
@@ -28,25 +30,23 @@ def _tiles(n: int, d: int) -> int:
     return plan_tiles(n, n, d).workspace_bytes
 
 
+def _peer(name: Peer) -> Callable[[int, int, int], float]:
+    return lambda n, total, d: peer_loss_bytes(name, batch=total, ranks=total // n, width=d, itemsize=FP32)
+
+
 MEMORY: dict[str, Callable[[int, int, int], float]] = {
     # Keys: the visiting block and the next. Their gradients: one filled, one leaving, one arriving. dQ. Less dQ, dK.
     "contratile": lambda n, total, d: FP32 * 4 * n * d + _tiles(n, d),
     # Between nodes one of each leaving, one arriving.
     "contratile_nodes": lambda n, total, d: FP32 * 8 * n * d + _tiles(n, d),
-    # The logits, a softmax for each direction, a gradient of the logits. Gathered features of both sides, as a list and
-    # as one tensor, scaled ones, and their gradients.
-    "open_clip_grad": lambda n, total, d: FP32 * (4 * total * total + 8 * total * d),
-    # The same with the logits of n rows for each direction.
-    "open_clip_local": lambda n, total, d: FP32 * (4 * n * total + 8 * total * d),
-    # For each direction the scaled queries and a copy of the keys. In the backward pass of one direction: keys in use
-    # and arriving, dQ, a block's dQ and dK, dK leaving, arriving and their sum; gradients of the positives: queries,
-    # copied keys, keys. Less dQ and dK.
-    "inf_cl": lambda n, total, d: FP32 * 13 * n * d,
+    "open_clip": _peer("clip"),
+    "open_clip_local": _peer("open_clip"),
+    "inf_cl": _peer("inf_cl"),
 }
 ABOUT = {
     "contratile": "clip_loss on a flat ring",
     "contratile_nodes": "clip_loss on a ring over nodes",
-    "open_clip_grad": "open_clip's ClipLoss(gather_with_grad=True), the paper's CLIP",
+    "open_clip": "open_clip's ClipLoss(), the paper's CLIP",
     "open_clip_local": "open_clip's ClipLoss(local_loss=True, gather_with_grad=True), the paper's OpenCLIP",
     "inf_cl": "cal_inf_loss of the paper's package for both directions",
 }
