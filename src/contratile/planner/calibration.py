@@ -112,9 +112,11 @@ def _line(counted: Sequence[float], measured: Sequence[float]) -> Line:
     """Through both points if it rises as a line of bytes should; else through the larger one and zero."""
     rise = counted[1] - counted[0]
     slope = (measured[1] - measured[0]) / rise if rise > 0 else 0.0
-    if not 0.5 < slope < 2.0:
-        return Line(slope=measured[1] / counted[1] if counted[1] else 1.0, offset=0.0)
-    return Line(slope=slope, offset=measured[1] - slope * counted[1])
+    offset = measured[1] - slope * counted[1]
+    if not 0.5 < slope < 2.0 or offset < 0:
+        share = measured[1] / counted[1] if counted[1] else 1.0
+        return Line(slope=share if share > 0 else 1.0, offset=0.0)
+    return Line(slope=slope, offset=offset)
 
 
 def _step(

@@ -33,7 +33,9 @@ NEAR = 0.9
 FAR = 0.5
 """Share of the available memory below which a rough bound is enough."""
 BYTES_PER_TOKEN = 0.08
-"""Upper bound of activations: bytes per parameter, row and token (measured: 0.01 to 0.04)."""
+"""Upper bound of activations: bytes per parameter, row and token (counted: 0.01 to 0.04 for usual widths)."""
+NARROW = 16.0
+"""The same times the width: narrow encoders have more activations per parameter."""
 
 
 def check_memory(
@@ -118,11 +120,14 @@ def rough_bound(config: TrainConfig, towers: Towers, world: int) -> float:
     run = config.run
     weights = sum(x.nbytes for x in towers.parameters())
     share, chunk = -(-run.batch // world), run.chunk if isinstance(run.chunk, int) else 1
-    chunks = [_parameters(tower) * chunk * _tokens(tower) * BYTES_PER_TOKEN for tower in (towers.left, towers.right)]
+    chunks = [
+        _parameters(tower) * chunk * _tokens(tower) * max(BYTES_PER_TOKEN, NARROW / tower.width)
+        for tower in (towers.left, towers.right)
+    ]
     inputs = sum(_row_bytes(tower) for tower in (towers.left, towers.right))
     features = 16.0 * 4 * towers.left.width  # both sides, gradients, ring buffers
     dense = 16.0 * run.batch**2 if config.loss.backend == "dense" else 0.0
-    return 6 * weights + share * (inputs + features) + max(chunks) + dense + (100 << 20) + (config.loss.cache_mib << 20)
+    return 6 * weights + share * (inputs + features) + sum(chunks) + dense + (100 << 20) + (config.loss.cache_mib << 20)
 
 
 def _parameters(tower: Tower) -> int:
