@@ -22,11 +22,11 @@ from contratile.embed.output import Output
 from contratile.embed.reading import Reader, Share, Skip, unit_tasks
 from contratile.embed.record import Record
 from contratile.embed.units import Row, Unit, Units, UnitWriter
+from contratile.embed.work_folder import claim_folder, remove_folder, work_folder
 from contratile.errors import bad_value, check_choice, check_count
 from contratile.models.encoding import evaluating, to_device
 from contratile.models.towers import Towers
 from contratile.report.metric_text import side_names
-from contratile.train.claim import claim
 
 Side: TypeAlias = Literal["left", "right", "both"]
 SAVE_EVERY = 8
@@ -111,14 +111,13 @@ def embed_source(
     sides = ("left", "right") if side == "both" else (side,)
     _check_kinds(towers, source, sides)
     output = Output.of(out, sides)
-    units = Units(out.with_name(f".{out.name}.unfinished"), {each: getattr(towers, each).width for each in sides})
+    units = Units(work_folder(out), {each: getattr(towers, each).width for each in sides})
     held = None
     if ranks.rank == 0:
         length = len(source) if isinstance(source, Indexed) else None
         weights = digest(towers)
         plan: dict[str, Any] = {"source": source.name, "length": length, "weights": weights, **(facts or {})}
-        units.folder.mkdir(exist_ok=True)
-        held = claim(units.folder)
+        held = claim_folder(units.folder)
         units.open({**plan, "side": side, "chunk": chunk, "limit": limit, "save_every": save_every})
     ranks.wait()
     share = Share(chunk=chunk, chunks=save_every, limit=limit, rank=ranks.rank, world=ranks.world)
@@ -147,7 +146,7 @@ def embed_source(
             data=dict(facts or {}),
         )
         output.write(units, done, record)
-        units.remove()
+        remove_folder(units.folder)
     ranks.wait()
     del held
     return Embedded(rows, units.widths[sides[0]], sum(len(unit.broken) for unit in done.values()), output.files)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -24,11 +23,11 @@ from contratile.data.files import written_whole
 from contratile.data.sample import Indexed, Stream
 from contratile.embed.embed import Ranks, digest, embed_source
 from contratile.embed.table import MinedTable, Pictures, check_table
+from contratile.embed.work_folder import claim_folder, read_object, remove_folder, work_folder
 from contratile.errors import bad_value
 from contratile.mining.hard_negatives import mine_hard_negatives
 from contratile.mining.options import Rules
 from contratile.models.towers import Towers
-from contratile.train.claim import claim
 
 FEATURES = "features.npy"
 EMBEDDED = "embedded.json"
@@ -117,11 +116,8 @@ def mine_source(
     """
     check_table(out)
     pictures = Pictures.of(source, out)
-    work = out.with_name(f".{out.name}.unfinished")
-    held = None
-    if ranks.rank == 0:
-        work.mkdir(exist_ok=True)
-        held = claim(work)
+    work = work_folder(out)
+    held = claim_folder(work) if ranks.rank == 0 else None
     ranks.wait()
     broken = _embed(towers, source, work, facts or {}, ranks, notify, embedding)
     features = work / FEATURES
@@ -149,7 +145,7 @@ def mine_source(
             negative=float(found.nanmean()),
             broken=broken,
         )
-        shutil.rmtree(work)
+        remove_folder(work)
     ranks.wait()
     del held
     return mined
@@ -169,9 +165,10 @@ def _embed(
     plan = {"source": source.name, "length": length, "limit": options.get("limit", 0), "weights": digest(towers)}
     plan = json.loads(json.dumps({**plan, **facts}))
     done = work / EMBEDDED
-    before = json.loads(done.read_text(encoding="utf-8")) if done.exists() else {}
+    before = read_object(done)
+    there = all((work / FEATURES).with_suffix(f".{kind}").exists() for kind in ("left.npy", "right.npy", "keys.jsonl"))
     ranks.wait()  # all have looked
-    if before.get("plan") == plan and (work / FEATURES).with_suffix(".keys.jsonl").exists():
+    if before.get("plan") == plan and there:
         return int(before["broken"])
     if ranks.rank == 0:
         done.unlink(missing_ok=True)
