@@ -87,7 +87,7 @@ def test_parquet(folder: Path, tmp_path: Path) -> None:
     for side in ("left", "right"):
         torch.testing.assert_close(torch.tensor(found[side]), getattr(want, side), rtol=0, atol=0)
     assert parquet.ParquetFile(tmp_path / "f.parquet").num_row_groups == 5, "one for each unit"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["f.embedded.json", "f.parquet"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f.parquet", "f.parquet.embedded.json"]
 
 
 @pytest.mark.parametrize("limit", [0, 1, 9, 12, 17])
@@ -100,9 +100,9 @@ def test_broken_samples_of_a_stream_are_listed_and_left_out(folder: Path, tmp_pa
     assert (found.rows, found.broken) == ((limit or 23) - broken, broken)
     torch.testing.assert_close(torch.from_numpy(np.load(tmp_path / "f.npy")), want.left, rtol=0, atol=0)
     assert [row["key"] for row in keys(tmp_path / "f.keys.jsonl")] == want.keys
-    assert (tmp_path / "f.broken.jsonl").exists() == bool(broken)
+    assert (tmp_path / "f.npy.broken.jsonl").exists() == bool(broken)
     if broken:
-        assert [row["key"] for row in keys(tmp_path / "f.broken.jsonl")] == ["0.tar/0005"]
+        assert [row["key"] for row in keys(tmp_path / "f.npy.broken.jsonl")] == ["0.tar/0005"]
 
 
 class Stopped(Exception):

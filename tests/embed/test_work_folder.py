@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from contratile.embed import work_folder as folders
 from contratile.embed.units import PLAN, Row, Units
 from contratile.embed.work_folder import claim_folder, remove_folder
-from contratile.train.claim import LOCK
+from contratile.train.claim import LOCK, claim
 
 
 def begun(folder: Path, plan: dict[str, Any]) -> Units:
@@ -57,17 +56,17 @@ def test_a_folder_is_removed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_lock_of_a_removed_folder_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process finishes between opening the lock and locking it."""
-    folder, real, calls = tmp_path / "work", folders.claim, 0
+    folder, calls = tmp_path / "work", 0
 
-    def claim(place: Path) -> Any:
+    def overtaken(place: Path) -> Any:
         nonlocal calls
         calls += 1
-        held = real(place)
+        held = claim(place)
         if calls == 1:
             remove_folder(place)
         return held
 
-    monkeypatch.setattr(folders, "claim", claim)
+    monkeypatch.setattr("contratile.embed.work_folder.claim", overtaken)
     held = claim_folder(folder)
     assert calls == 2 and held is not None
     known = held.release.peek()

@@ -87,7 +87,7 @@ def embed_source(
         limit: Embed only the first `limit` samples; 0 means all.
         workers: Processes that read and prepare samples; 0: this process does.
         broken_limit: How many samples may be unreadable before this raises: below 1 a share, else a number. They are
-            left out of features and keys, and listed in NAME.broken.jsonl.
+            left out of features and keys, and listed in NAME.npy.broken.jsonl.
         save_every: Record progress after this many chunks. At most that much work is lost if the process is killed.
         facts: More that must be the same when an interrupted call is continued, such as the path of the data. It is
             recorded.
