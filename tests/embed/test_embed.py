@@ -19,6 +19,7 @@ from contratile.cli import main
 from contratile.data.sample import Broken, Kinds, Sample
 from contratile.data.shards import Shards
 from contratile.data.tables import Table
+from contratile.embed.data_files import data_state
 from contratile.embed.embed import Ranks, embed_source
 from contratile.embed.output import Output
 from contratile.models.encoding import encode
@@ -178,6 +179,44 @@ def test_another_model_does_not_continue(folder: Path, tmp_path: Path) -> None:
         next(towers.parameters()).add_(1)
     with pytest.raises(ValueError, match="weights of an unfinished --out"):
         embed_source(towers, source, tmp_path / "f.npy", chunk=8)
+
+
+def test_changed_data_does_not_continue(folder: Path, tmp_path: Path) -> None:
+    """The same name and number of rows, but other contents."""
+    towers, data, lines = load_run(folder / "run").towers, tmp_path / "pairs.csv", ["path,caption"]
+    lines += [f"{folder}/shapes/red-line-{1 + n % 3}.png,text {n}" for n in range(20)]
+
+    def call(**options: Any) -> Any:
+        source = Table(data, "train", test_share=None)
+        facts = {"data": str(data)}
+        return embed_source(towers, source, tmp_path / "f.npy", chunk=4, save_every=1, facts=facts, **options)
+
+    data.write_text("\n".join(lines))
+    with pytest.raises(Stopped):
+        call(notify=stop_after(9))
+    data.write_text("\n".join([lines[0], *lines[:0:-1]]))
+    os.utime(data, ns=(0, 0))  # also where clocks are coarse
+    with pytest.raises(ValueError, match="files of an unfinished --out: expected '1 file of"):
+        call()
+
+
+def test_the_state_of_data(tmp_path: Path) -> None:
+    pytest.importorskip("webdataset")
+    (tmp_path / "photos" / "dogs").mkdir(parents=True)
+    photo = tmp_path / "photos" / "dogs" / "1.png"
+    photo.write_bytes(b"1")
+    (tmp_path / "photos" / "round").symlink_to(tmp_path / "photos")
+    (tmp_path / "0.tar").write_bytes(b"0")
+    names = [f"{tmp_path}/photos/", f"{tmp_path}/{{0..1}}.tar", f"hf:{tmp_path}/photos"]
+    before = [data_state(name) for name in names]
+    assert [state.split(",")[0] for state in before] == ["1 file of 1 bytes"] * 3
+    (tmp_path / "photos" / ".f.npy.unfinished").mkdir()
+    (tmp_path / "photos" / ".f.npy.unfinished" / "1.png").write_bytes(b"")
+    assert [data_state(name) for name in names] == before
+    photo.write_bytes(b"12")
+    (tmp_path / "1.tar").write_bytes(b"1")
+    assert not {data_state(name) for name in names} & set(before)
+    assert len({data_state(name) for name in ("", "icons", "hf:nobody/nothing", "http://localhost/0.tar")}) == 1
 
 
 def share_of_rank(folder: Path, out: Path, kind: str) -> int:

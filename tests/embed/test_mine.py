@@ -116,10 +116,9 @@ class Drawn:
 
 
 def test_pictures_that_are_not_files_are_written(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "mined-images").mkdir()
-    (tmp_path / "mined-images" / "00000000.png").write_bytes(b"of an earlier time")
-    mine_source(load_run(folder / "run").towers, Drawn(), tmp_path / "mined.jsonl", Rules(num_negatives=2))
-    assert len(list((tmp_path / "mined-images").iterdir())) == 6, "equal pictures are written once"
+    towers, images = load_run(folder / "run").towers, tmp_path / "mined.jsonl-images"
+    mine_source(towers, Drawn(), tmp_path / "mined.jsonl", Rules(num_negatives=2))
+    assert len(list(images.iterdir())) == 6, "equal pictures are written once"
     source = Table(tmp_path / "mined.jsonl", "train", test_share=None)
     assert len(source) == 12
     for index in range(12):
@@ -127,6 +126,20 @@ def test_pictures_that_are_not_files_are_written(folder: Path, tmp_path: Path) -
         assert sample.right == original.right and len(sample.negatives) == 2
         assert sample.left.convert("RGB").tobytes() == original.left.tobytes()  # type: ignore[union-attr]
         assert not any(str(text).startswith(COLOURS[index % 6]) for text in sample.negatives)
+
+
+def test_pictures_of_other_data_are_not_written_over(folder: Path, tmp_path: Path) -> None:
+    class Others(Drawn):
+        def __getitem__(self, index: int) -> Sample:
+            return super().__getitem__(index)._replace(left=Image.new("RGB", (16, 16), (index, 7, 7)))
+
+    towers, images = load_run(folder / "run").towers, tmp_path / "mined.jsonl-images"
+    mine_source(towers, Drawn(), tmp_path / "mined.jsonl", Rules(num_negatives=2))
+    before = {path: path.read_bytes() for path in images.iterdir()}
+    mine_source(towers, Others(), tmp_path / "mined.jsonl", Rules(num_negatives=2))
+    assert len(list(images.iterdir())) == 12 and all(path.read_bytes() == data for path, data in before.items())
+    mine_source(towers, Drawn(), tmp_path / "mined.parquet", Rules(num_negatives=2))
+    assert len(list((tmp_path / "mined.parquet-images").iterdir())) == 6
 
 
 def test_an_interrupted_search_does_not_encode_again(
@@ -158,6 +171,24 @@ def test_processes_share_the_work(folder: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "mined.jsonl").read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
+
+
+def test_the_data_is_not_written_over(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"image": f"{folder}/shapes/red-line-{1 + n % 3}.png", "caption": f"text {n}"} for n in range(6)]
+    data = Path("in.jsonl")
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("same.jsonl").symlink_to("in.jsonl")
+    before = data.read_bytes()
+    for out in ("in.jsonl", "./in.jsonl", "same.jsonl"):
+        assert main(["mine", str(folder / "run"), "in.jsonl", "--out", out]) == 2
+        assert "which is the data" in capsys.readouterr().err and data.read_bytes() == before
+    data.rename("in.keys.jsonl")
+    assert main(["embed", str(folder / "run"), "in.keys.jsonl", "--out", "in.npy"]) == 2
+    assert "in.keys.jsonl, which is the data" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.keys.jsonl", "same.jsonl"]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from contratile.data.files import written_whole
 from contratile.data.sample import Indexed, Stream
+from contratile.embed.data_files import check_apart, data_state
 from contratile.embed.embed import Ranks, digest, embed_source
 from contratile.embed.table import MinedTable, Pictures, check_table
 from contratile.embed.work_folder import claim_folder, read_object, remove_folder, work_folder
@@ -115,6 +116,7 @@ def mine_source(
         ValueError: The table cannot be written or the data cannot be mined.
     """
     check_table(out)
+    check_apart([out], str((facts or {}).get("data", "")))
     pictures = Pictures.of(source, out)
     work = work_folder(out)
     held = claim_folder(work) if ranks.rank == 0 else None
@@ -163,7 +165,7 @@ def _embed(
     """Write features of both sides to the work folder, unless they are there; returns the number of broken samples."""
     length = len(source) if isinstance(source, Indexed) else None
     plan = {"source": source.name, "length": length, "limit": options.get("limit", 0), "weights": digest(towers)}
-    plan = json.loads(json.dumps({**plan, **facts}))
+    plan = json.loads(json.dumps({**plan, **facts, "files": data_state(str(facts.get("data", "")))}))
     done = work / EMBEDDED
     before = read_object(done)
     there = all((work / FEATURES).with_suffix(f".{kind}").exists() for kind in ("left.npy", "right.npy", "keys.jsonl"))
