@@ -54,7 +54,9 @@ def expected(folder: Path, rules: Rules) -> dict[tuple[str, str], list[str]]:
 
 
 @pytest.mark.parametrize(
-    "rules", [Rules(num_negatives=4), Rules(num_negatives=3, relative_margin=0.02, range_min=1)], ids=str
+    "rules",
+    [Rules(num_negatives=4), Rules(num_negatives=3, relative_margin=0.02, range_min=1), Rules(relative_margin=0.3)],
+    ids=str,
 )
 def test_the_negatives_of_a_dense_search(folder: Path, tmp_path: Path, rules: Rules) -> None:
     towers = load_run(folder / "run").towers
@@ -73,6 +75,12 @@ def test_the_negatives_of_a_dense_search(folder: Path, tmp_path: Path, rules: Ru
     assert not [row for row in rows if any((Path(row["image"]).name, text) in known for text in row["negatives"])]
     assert len(rows[0]["negatives"]) == max(len(row["negatives"]) for row in rows)
     assert mined.negatives == sum(len(row["negatives"]) for row in rows)
+    lists = {row["image"]: row["scores"] for row in rows}
+    scored = [scores for scores in lists.values() if len(scores) > 1]
+    means = [sum(scores[1:]) / (len(scores) - 1) for scores in scored]
+    assert (mined.none, mined.short) == (96 - len(scored), sum(len(s) <= rules.num_negatives for s in lists.values()))
+    assert mined.positive == pytest.approx(sum(scores[0] for scores in scored) / len(scored), abs=1e-5)
+    assert mined.negative == pytest.approx(sum(means) / len(means), abs=1e-5)
     assert [path.name for path in tmp_path.iterdir()] == ["mined.jsonl"]
 
 
@@ -195,6 +203,7 @@ def test_the_data_is_not_written_over(
     ("words", "message"),
     [
         ("--out mined.csv", "--out: expected a name that ends in .jsonl or .parquet"),
+        ("--out mined.jsonl --seed 3", "seed: expected random sampling with it"),
         ("--out mined.jsonl --num-negatives 0", "num_negatives: expected at least 1"),
         ("--out mined.jsonl --range-max 3", "range_max: expected at least range_min + num_negatives = 5, got 3"),
     ],

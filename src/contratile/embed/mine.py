@@ -48,11 +48,14 @@ class Mined(NamedTuple):
     short: int
     """Queries with fewer negatives than asked for."""
 
+    none: int
+    """Those of them that have none."""
+
     positive: float
-    """Mean score of the positives (of several, the lowest)."""
+    """Mean score of the positives (of several, the lowest) of queries with negatives; NaN if there are none."""
 
     negative: float
-    """Mean score of the negatives; NaN if there are none."""
+    """Mean score of their negatives, each query weighing the same; NaN if there are none."""
 
     broken: int
     """Samples that could not be read."""
@@ -136,15 +139,17 @@ def mine_source(
         notify("writing")
         table = MinedTable(features.with_suffix(".keys.jsonl"), pairs.query, pairs.first_key, pictures, scores=scores)
         table.write(out, indices, found, positive)
-        there = indices >= 0
+        counts = (indices >= 0).sum(1)
+        some = counts > 0  # means over the same queries, so that they can be compared
         mined = Mined(
             pairs=len(pairs.query),
             queries=len(pairs.first_query),
             keys=len(pairs.first_key),
-            negatives=int(there.sum(1)[pairs.query].sum()),
-            short=int((there.sum(1) < rules.num_negatives).sum()),
-            positive=float(positive.nanmean()),
-            negative=float(found.nanmean()),
+            negatives=int(counts[pairs.query].sum()),
+            short=int((counts < rules.num_negatives).sum()),
+            none=int((counts == 0).sum()),
+            positive=float(positive[some].mean()),
+            negative=float(found[some].nanmean(1).mean()),
             broken=broken,
         )
         remove_folder(work)
