@@ -22,6 +22,7 @@ from contratile.data.tables import Table
 from contratile.embed.data_files import data_state
 from contratile.embed.embed import Ranks, embed_source
 from contratile.embed.output import Output
+from contratile.embed.table import check_table
 from contratile.models.encoding import encode
 from contratile.train.load import load_run
 from contratile.train.loop import Trainer
@@ -89,6 +90,14 @@ def test_parquet(folder: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(torch.tensor(found[side]), getattr(want, side), rtol=0, atol=0)
     assert parquet.ParquetFile(tmp_path / "f.parquet").num_row_groups == 5, "one for each unit"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f.parquet", "f.parquet.embedded.json"]
+
+
+def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r"needed to write Parquet: pip install pyarrow, or write NAME.npy"):
+        Output.of(tmp_path / "f.parquet", ("left",))
+    with pytest.raises(ImportError, match=r"needed to write Parquet: pip install pyarrow, or write NAME.jsonl"):
+        check_table(tmp_path / "f.parquet")
 
 
 @pytest.mark.parametrize("limit", [0, 1, 9, 12, 17])

@@ -1,6 +1,7 @@
 """`contratile mine`: the negatives of a dense search, in a table that `contratile train` reads."""
 
 import json
+import shutil
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
@@ -164,10 +165,15 @@ def test_an_interrupted_search_does_not_encode_again(
         patch.setattr(mining, "mine_hard_negatives", interrupted)
         mine_source(towers, source, tmp_path / "mined.jsonl", Rules())
     told: list[str] = []
+    shutil.copytree(tmp_path / ".mined.jsonl.unfinished", tmp_path / ".part.jsonl.unfinished")
     mine_source(towers, source, tmp_path / "mined.jsonl", Rules(), notify=told.append)
     assert not [text for text in told if text.startswith("encoding")] and told[-1] == "writing"
     assert (tmp_path / "mined.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mined.jsonl", "whole.jsonl"]
+    # Features that are partly gone are made again.
+    (tmp_path / ".part.jsonl.unfinished" / "features.left.npy").unlink()
+    mine_source(towers, source, tmp_path / "part.jsonl", Rules())
+    assert (tmp_path / "part.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mined.jsonl", "part.jsonl", "whole.jsonl"]
 
 
 def test_processes_share_the_work(folder: Path, tmp_path: Path) -> None:

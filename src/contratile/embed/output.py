@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from contratile.data.files import written_whole
-from contratile.data.sample import need
+from contratile.embed.parquet import need_parquet
 from contratile.embed.record import Record, record_file
 from contratile.embed.units import Row, Unit, Units
 from contratile.errors import bad_value
@@ -54,7 +54,7 @@ class Output(NamedTuple):
             bad_value("--out", expected="the name of a file to write", got=got, remedy="Choose another name.")
         beside = record_file(out), out.with_name(f"{out.name}.broken.jsonl")
         if out.suffix == ".parquet":
-            need("pyarrow.parquet")  # before the work, not after it
+            need_parquet("NAME.npy")  # before the work, not after it
             return cls(dict.fromkeys(sides, out), None, *beside)
         names = [out] if len(sides) == 1 else [out.with_suffix(f".{side}.npy") for side in sides]
         return cls(dict(zip(sides, names, strict=True)), out.with_suffix(".keys.jsonl"), *beside)
@@ -112,7 +112,7 @@ class Output(NamedTuple):
     def _write_parquet(self, units: Units, done: dict[int, Unit]) -> None:
         import numpy as np
 
-        arrow, parquet = need("pyarrow"), need("pyarrow.parquet")
+        arrow, parquet = need_parquet("NAME.npy")
         texts = [(name, arrow.string()) for name in ("key", "name", "text")]
         sides = [(side, arrow.list_(arrow.float32(), units.widths[side])) for side in self.features]
         schema = arrow.schema([*texts, ("index", arrow.int64()), *sides])

@@ -21,7 +21,8 @@ from typing import Any, BinaryIO
 from torch import Tensor
 
 from contratile.data.files import written_whole
-from contratile.data.sample import Indexed, Stream, need
+from contratile.data.sample import Indexed, Stream
+from contratile.embed.parquet import need_parquet
 from contratile.errors import bad_value
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -38,7 +39,7 @@ def check_table(out: Path) -> None:
         got = f"the folder {out}" if out.is_dir() else f"{out}, whose folder does not exist"
         bad_value("--out", expected="the name of a file to write", got=got, remedy="Choose another name.")
     if out.suffix == ".parquet":
-        need("pyarrow.parquet")
+        need_parquet("NAME.jsonl")
 
 
 class Pictures:
@@ -166,7 +167,7 @@ class MinedTable:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
     def _write_parquet(self, draft: Path, rows: Iterator[dict[str, Any]]) -> None:
-        arrow, parquet = need("pyarrow"), need("pyarrow.parquet")
+        arrow, parquet = need_parquet("NAME.jsonl")
         names = ("anchor", "positive") if self.pictures is None else ("image", "caption")
         columns = [*((name, arrow.string()) for name in names), ("negatives", arrow.list_(arrow.string()))]
         columns += [("scores", arrow.list_(arrow.float32()))] * self.scores
