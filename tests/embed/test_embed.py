@@ -19,7 +19,6 @@ from contratile.cli import main
 from contratile.data.sample import Broken, Kinds, Sample
 from contratile.data.shards import Shards
 from contratile.data.tables import Table
-from contratile.embed.data_files import data_state
 from contratile.embed.embed import Ranks, embed_source
 from contratile.embed.output import Output
 from contratile.embed.table import check_table
@@ -207,25 +206,6 @@ def test_changed_data_does_not_continue(folder: Path, tmp_path: Path) -> None:
     os.utime(data, ns=(0, 0))  # also where clocks are coarse
     with pytest.raises(ValueError, match="files of an unfinished --out: expected '1 file of"):
         call()
-
-
-def test_the_state_of_data(tmp_path: Path) -> None:
-    pytest.importorskip("webdataset")
-    (tmp_path / "photos" / "dogs").mkdir(parents=True)
-    photo = tmp_path / "photos" / "dogs" / "1.png"
-    photo.write_bytes(b"1")
-    (tmp_path / "photos" / "round").symlink_to(tmp_path / "photos")
-    (tmp_path / "0.tar").write_bytes(b"0")
-    names = [f"{tmp_path}/photos/", f"{tmp_path}/{{0..1}}.tar", f"hf:{tmp_path}/photos"]
-    before = [data_state(name) for name in names]
-    assert [state.split(",")[0] for state in before] == ["1 file of 1 bytes"] * 3
-    (tmp_path / "photos" / ".f.npy.unfinished").mkdir()
-    (tmp_path / "photos" / ".f.npy.unfinished" / "1.png").write_bytes(b"")
-    assert [data_state(name) for name in names] == before
-    photo.write_bytes(b"12")
-    (tmp_path / "1.tar").write_bytes(b"1")
-    assert not {data_state(name) for name in names} & set(before)
-    assert len({data_state(name) for name in ("", "icons", "hf:nobody/nothing", "http://localhost/0.tar")}) == 1
 
 
 def share_of_rank(folder: Path, out: Path, kind: str) -> int:
