@@ -43,7 +43,7 @@ def copied(folder: Path, suffix: str, target: Path) -> Path:
     """The embedded files of a format in a folder of their own."""
     target.mkdir(exist_ok=True)
     for path in folder.glob("both.*"):
-        if (path.suffix == ".parquet") == (suffix == "parquet") or path.name == "both.embedded.json":
+        if (".parquet" in path.name) == (suffix == "parquet"):
             shutil.copy(path, target)
     return target
 
@@ -87,11 +87,30 @@ def test_equal_items_are_found_once(folder: Path, tmp_path: Path, suffix: str) -
 
 def test_the_names_that_open_it(folder: Path, tmp_path: Path) -> None:
     copied(folder, "npy", tmp_path / "files")
-    for name in ("", "both.npy", "both.left.npy", "both.right.npy", "both.embedded.json"):
+    for name in ("", "both.npy", "both.left.npy", "both.right.npy", "both.npy.embedded.json"):
         assert open_corpus(tmp_path / "files" / name).corpus.searchable == ("left", "right")
-    shutil.copy(folder / "both.embedded.json", tmp_path / "files" / "more.embedded.json")
-    with pytest.raises(ValueError, match=r"expected one set of embedded features, got both, more"):
+    shutil.copy(folder / "both.npy.embedded.json", tmp_path / "files" / "more.npy.embedded.json")
+    with pytest.raises(ValueError, match=r"expected one set of embedded features, got both.npy, more.npy"):
         open_corpus(tmp_path / "files")
+
+
+def test_every_file_has_a_record_of_its_own(folder: Path, tmp_path: Path) -> None:
+    """NAME.npy and NAME.parquet of other weights; NAME.left.npy, written over a side of NAME.npy."""
+    shutil.copytree(folder / "run", tmp_path / "run", symlinks=True)
+    Trainer(small(folder / "shapes" / "pairs.csv", tmp_path / "other", seed=7)).run()
+    data = folder / "shapes" / "pairs.csv"
+    embed(tmp_path / "run", data, tmp_path / "f.npy", "--side", "both")
+    embed(tmp_path / "other", data, tmp_path / "f.parquet", "--side", "right")
+    assert open_corpus(tmp_path / "f.npy").corpus.searchable == ("left", "right")
+    assert open_corpus(tmp_path / "f.parquet").corpus.searchable == ("right",)
+    runs = [Record.read(tmp_path / f"f.{suffix}.embedded.json").run for suffix in SUFFIXES]
+    assert runs == [str(tmp_path / "run"), str(tmp_path / "other")]
+    with pytest.raises(ValueError, match=r"got f.npy, f.parquet"):
+        open_corpus(tmp_path)
+    embed(tmp_path / "other", data, tmp_path / "f.left.npy")
+    assert open_corpus(tmp_path / "f.left.npy").corpus.searchable == ("left",)
+    with pytest.raises(ValueError, match=r"expected f.npy.embedded.json beside them, got none"):
+        open_corpus(tmp_path / "f.npy")
 
 
 def test_one_side_is_searched_if_there_is_one(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,8 +161,8 @@ def test_other_weights_are_refused(folder: Path, tmp_path: Path, capsys: pytest.
 
 def test_features_without_a_record(folder: Path, tmp_path: Path) -> None:
     target = copied(folder, "npy", tmp_path / "files")
-    (target / "both.embedded.json").unlink()
-    with pytest.raises(ValueError, match=r"expected both.left.embedded.json beside them, got none"):
+    (target / "both.npy.embedded.json").unlink()
+    with pytest.raises(ValueError, match=r"expected both.left.npy.embedded.json beside them, got none"):
         open_corpus(target / "both.left.npy")
     with pytest.raises(ValueError, match="nothing at"):
         open_corpus(tmp_path / "nothing")
@@ -160,7 +179,7 @@ def test_pictures_of_a_stranger_are_not_followed(folder: Path, tmp_path: Path, m
     private = tmp_path / "private"
     private.mkdir()
     shutil.copy(folder / "shapes" / "red-line-2.png", private / "me.png")
-    record = target / "both.embedded.json"
+    record = target / "both.npy.embedded.json"
     changed(record, data={"data": f"{private}/", "columns": ["", ""], "split": "all", "root": None})
     keys = target / "both.keys.jsonl"
     names = ("me.png", "../../etc/passwd", "/etc/passwd", "..\\me.png")
@@ -174,7 +193,7 @@ def test_pictures_of_a_stranger_are_not_followed(folder: Path, tmp_path: Path, m
     assert [bool(corpus.picture(item)) for item in range(4)] == [True, False, False, False]
     assert corpus.picture(-1) == corpus.picture(96) == b""
     # The mark of another machine, and no key at all.
-    shutil.copy(folder / "both.embedded.json", record)
+    shutil.copy(folder / "both.npy.embedded.json", record)
     monkeypatch.setenv("CONTRATILE_CACHE", str(tmp_path / "nobody"))
     assert not open_corpus(target).corpus.has_picture(3) and not (tmp_path / "nobody").exists()
     changed(record, mark="\u00e9" * 64)
@@ -183,10 +202,10 @@ def test_pictures_of_a_stranger_are_not_followed(folder: Path, tmp_path: Path, m
 
 def test_the_key_is_for_this_user_alone(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONTRATILE_CACHE", str(tmp_path / "cache"))
-    record = Record.read(folder / "both.embedded.json")
+    record = Record.read(folder / "both.npy.embedded.json")
     assert not record.own
-    record.write(tmp_path / "f.embedded.json")
-    assert Record.read(tmp_path / "f.embedded.json").own
+    record.write(tmp_path / "f.npy.embedded.json")
+    assert Record.read(tmp_path / "f.npy.embedded.json").own
     assert (tmp_path / "cache" / "embedded.key").stat().st_mode & 0o077 == 0
 
 
@@ -197,7 +216,7 @@ class Harm:
 
 def spoil(target: Path, how: str) -> None:
     """Damage a copy of the .npy form."""
-    left, keys, record = target / "both.left.npy", target / "both.keys.jsonl", target / "both.embedded.json"
+    left, keys, record = target / "both.left.npy", target / "both.keys.jsonl", target / "both.npy.embedded.json"
     array, lines = np.load(left), keys.read_text().splitlines(keepends=True)
     if how == "pickle":
         np.save(left, np.array([Harm()] * 96, dtype=object), allow_pickle=True)
@@ -279,9 +298,9 @@ def anonymous() -> int:
 def test_memory_does_not_grow_with_the_rows(folder: Path, tmp_path: Path, suffix: str) -> None:
     """100 MB of features and 25 MB of keys, searched within 90 MB: pyarrow keeps 50 for any number of rows."""
     rows, width = 400_000, 64
-    told = json.loads((folder / "both.embedded.json").read_text())
+    told = json.loads((folder / "both.npy.embedded.json").read_text())
     told |= {"rows": rows, "width": width, "sides": ["left"]}
-    (tmp_path / "f.embedded.json").write_text(json.dumps(told))
+    (tmp_path / f"f.{suffix}.embedded.json").write_text(json.dumps(told))
     out = tmp_path / f"f.{suffix}"
     if suffix == "npy":
         from contratile.embed.output import write_header
@@ -307,7 +326,7 @@ def test_memory_does_not_grow_with_the_rows(folder: Path, tmp_path: Path, suffix
         del table, columns, flat
         pyarrow.default_memory_pool().release_unused()
     before = anonymous()
-    record = Record.read(tmp_path / "f.embedded.json")
+    record = Record.read(tmp_path / f"f.{suffix}.embedded.json")
     corpus = EmbeddedCorpus(record, open_stored(Output.of(out, record.sides), record))
     (hits,) = find(corpus, ["x"], torch.ones(1, width), k=5, among="left")
     assert len(hits) == 5 and all(hit.name.startswith("name") for hit in hits)

@@ -21,6 +21,7 @@ from contratile.data.shards import Shards
 from contratile.data.tables import Table
 from contratile.embed.embed import Ranks, embed_source
 from contratile.embed.output import Output
+from contratile.embed.table import check_table
 from contratile.models.encoding import encode
 from contratile.train.load import load_run
 from contratile.train.loop import Trainer
@@ -87,7 +88,15 @@ def test_parquet(folder: Path, tmp_path: Path) -> None:
     for side in ("left", "right"):
         torch.testing.assert_close(torch.tensor(found[side]), getattr(want, side), rtol=0, atol=0)
     assert parquet.ParquetFile(tmp_path / "f.parquet").num_row_groups == 5, "one for each unit"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["f.embedded.json", "f.parquet"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f.parquet", "f.parquet.embedded.json"]
+
+
+def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r"needed to write Parquet: pip install pyarrow, or write NAME.npy"):
+        Output.of(tmp_path / "f.parquet", ("left",))
+    with pytest.raises(ImportError, match=r"needed to write Parquet: pip install pyarrow, or write NAME.jsonl"):
+        check_table(tmp_path / "f.parquet")
 
 
 @pytest.mark.parametrize("limit", [0, 1, 9, 12, 17])
@@ -100,9 +109,9 @@ def test_broken_samples_of_a_stream_are_listed_and_left_out(folder: Path, tmp_pa
     assert (found.rows, found.broken) == ((limit or 23) - broken, broken)
     torch.testing.assert_close(torch.from_numpy(np.load(tmp_path / "f.npy")), want.left, rtol=0, atol=0)
     assert [row["key"] for row in keys(tmp_path / "f.keys.jsonl")] == want.keys
-    assert (tmp_path / "f.broken.jsonl").exists() == bool(broken)
+    assert (tmp_path / "f.npy.broken.jsonl").exists() == bool(broken)
     if broken:
-        assert [row["key"] for row in keys(tmp_path / "f.broken.jsonl")] == ["0.tar/0005"]
+        assert [row["key"] for row in keys(tmp_path / "f.npy.broken.jsonl")] == ["0.tar/0005"]
 
 
 class Stopped(Exception):
@@ -178,6 +187,25 @@ def test_another_model_does_not_continue(folder: Path, tmp_path: Path) -> None:
         next(towers.parameters()).add_(1)
     with pytest.raises(ValueError, match="weights of an unfinished --out"):
         embed_source(towers, source, tmp_path / "f.npy", chunk=8)
+
+
+def test_changed_data_does_not_continue(folder: Path, tmp_path: Path) -> None:
+    """The same name and number of rows, but other contents."""
+    towers, data, lines = load_run(folder / "run").towers, tmp_path / "pairs.csv", ["path,caption"]
+    lines += [f"{folder}/shapes/red-line-{1 + n % 3}.png,text {n}" for n in range(20)]
+
+    def call(**options: Any) -> Any:
+        source = Table(data, "train", test_share=None)
+        facts = {"data": str(data)}
+        return embed_source(towers, source, tmp_path / "f.npy", chunk=4, save_every=1, facts=facts, **options)
+
+    data.write_text("\n".join(lines))
+    with pytest.raises(Stopped):
+        call(notify=stop_after(9))
+    data.write_text("\n".join([lines[0], *lines[:0:-1]]))
+    os.utime(data, ns=(0, 0))  # also where clocks are coarse
+    with pytest.raises(ValueError, match="files of an unfinished --out: expected '1 file of"):
+        call()
 
 
 def share_of_rank(folder: Path, out: Path, kind: str) -> int:

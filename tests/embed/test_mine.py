@@ -1,6 +1,7 @@
 """`contratile mine`: the negatives of a dense search, in a table that `contratile train` reads."""
 
 import json
+import shutil
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
@@ -54,7 +55,9 @@ def expected(folder: Path, rules: Rules) -> dict[tuple[str, str], list[str]]:
 
 
 @pytest.mark.parametrize(
-    "rules", [Rules(num_negatives=4), Rules(num_negatives=3, relative_margin=0.02, range_min=1)], ids=str
+    "rules",
+    [Rules(num_negatives=4), Rules(num_negatives=3, relative_margin=0.02, range_min=1), Rules(relative_margin=0.3)],
+    ids=str,
 )
 def test_the_negatives_of_a_dense_search(folder: Path, tmp_path: Path, rules: Rules) -> None:
     towers = load_run(folder / "run").towers
@@ -73,6 +76,12 @@ def test_the_negatives_of_a_dense_search(folder: Path, tmp_path: Path, rules: Ru
     assert not [row for row in rows if any((Path(row["image"]).name, text) in known for text in row["negatives"])]
     assert len(rows[0]["negatives"]) == max(len(row["negatives"]) for row in rows)
     assert mined.negatives == sum(len(row["negatives"]) for row in rows)
+    lists = {row["image"]: row["scores"] for row in rows}
+    scored = [scores for scores in lists.values() if len(scores) > 1]
+    means = [sum(scores[1:]) / (len(scores) - 1) for scores in scored]
+    assert (mined.none, mined.short) == (96 - len(scored), sum(len(s) <= rules.num_negatives for s in lists.values()))
+    assert mined.positive == pytest.approx(sum(scores[0] for scores in scored) / len(scored), abs=1e-5)
+    assert mined.negative == pytest.approx(sum(means) / len(means), abs=1e-5)
     assert [path.name for path in tmp_path.iterdir()] == ["mined.jsonl"]
 
 
@@ -116,10 +125,9 @@ class Drawn:
 
 
 def test_pictures_that_are_not_files_are_written(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "mined-images").mkdir()
-    (tmp_path / "mined-images" / "00000000.png").write_bytes(b"of an earlier time")
-    mine_source(load_run(folder / "run").towers, Drawn(), tmp_path / "mined.jsonl", Rules(num_negatives=2))
-    assert len(list((tmp_path / "mined-images").iterdir())) == 6, "equal pictures are written once"
+    towers, images = load_run(folder / "run").towers, tmp_path / "mined.jsonl-images"
+    mine_source(towers, Drawn(), tmp_path / "mined.jsonl", Rules(num_negatives=2))
+    assert len(list(images.iterdir())) == 6, "equal pictures are written once"
     source = Table(tmp_path / "mined.jsonl", "train", test_share=None)
     assert len(source) == 12
     for index in range(12):
@@ -127,6 +135,20 @@ def test_pictures_that_are_not_files_are_written(folder: Path, tmp_path: Path) -
         assert sample.right == original.right and len(sample.negatives) == 2
         assert sample.left.convert("RGB").tobytes() == original.left.tobytes()  # type: ignore[union-attr]
         assert not any(str(text).startswith(COLOURS[index % 6]) for text in sample.negatives)
+
+
+def test_pictures_of_other_data_are_not_written_over(folder: Path, tmp_path: Path) -> None:
+    class Others(Drawn):
+        def __getitem__(self, index: int) -> Sample:
+            return super().__getitem__(index)._replace(left=Image.new("RGB", (16, 16), (index, 7, 7)))
+
+    towers, images = load_run(folder / "run").towers, tmp_path / "mined.jsonl-images"
+    mine_source(towers, Drawn(), tmp_path / "mined.jsonl", Rules(num_negatives=2))
+    before = {path: path.read_bytes() for path in images.iterdir()}
+    mine_source(towers, Others(), tmp_path / "mined.jsonl", Rules(num_negatives=2))
+    assert len(list(images.iterdir())) == 12 and all(path.read_bytes() == data for path, data in before.items())
+    mine_source(towers, Drawn(), tmp_path / "mined.parquet", Rules(num_negatives=2))
+    assert len(list((tmp_path / "mined.parquet-images").iterdir())) == 6
 
 
 def test_an_interrupted_search_does_not_encode_again(
@@ -143,10 +165,15 @@ def test_an_interrupted_search_does_not_encode_again(
         patch.setattr(mining, "mine_hard_negatives", interrupted)
         mine_source(towers, source, tmp_path / "mined.jsonl", Rules())
     told: list[str] = []
+    shutil.copytree(tmp_path / ".mined.jsonl.unfinished", tmp_path / ".part.jsonl.unfinished")
     mine_source(towers, source, tmp_path / "mined.jsonl", Rules(), notify=told.append)
     assert not [text for text in told if text.startswith("encoding")] and told[-1] == "writing"
     assert (tmp_path / "mined.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mined.jsonl", "whole.jsonl"]
+    # Features that are partly gone are made again.
+    (tmp_path / ".part.jsonl.unfinished" / "features.left.npy").unlink()
+    mine_source(towers, source, tmp_path / "part.jsonl", Rules())
+    assert (tmp_path / "part.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mined.jsonl", "part.jsonl", "whole.jsonl"]
 
 
 def test_processes_share_the_work(folder: Path, tmp_path: Path) -> None:
@@ -160,10 +187,29 @@ def test_processes_share_the_work(folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "mined.jsonl").read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
 
 
+def test_the_data_is_not_written_over(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"image": f"{folder}/shapes/red-line-{1 + n % 3}.png", "caption": f"text {n}"} for n in range(6)]
+    data = Path("in.jsonl")
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("same.jsonl").symlink_to("in.jsonl")
+    before = data.read_bytes()
+    for out in ("in.jsonl", "./in.jsonl", "same.jsonl"):
+        assert main(["mine", str(folder / "run"), "in.jsonl", "--out", out]) == 2
+        assert "which is the data" in capsys.readouterr().err and data.read_bytes() == before
+    data.rename("in.keys.jsonl")
+    assert main(["embed", str(folder / "run"), "in.keys.jsonl", "--out", "in.npy"]) == 2
+    assert "in.keys.jsonl, which is the data" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.keys.jsonl", "same.jsonl"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("--out mined.csv", "--out: expected a name that ends in .jsonl or .parquet"),
+        ("--out mined.jsonl --seed 3", "seed: expected random sampling with it"),
         ("--out mined.jsonl --num-negatives 0", "num_negatives: expected at least 1"),
         ("--out mined.jsonl --range-max 3", "range_max: expected at least range_min + num_negatives = 5, got 3"),
     ],

@@ -56,7 +56,7 @@ def test_a_stranger_shows_no_file_of_this_user(embedded: Path, tmp_path: Path, s
     private = tmp_path / "private"
     private.mkdir()
     shutil.copy(Path(__file__).parents[2] / "docs" / "icons.png", private / "me.png")
-    record, keys = tmp_path / "given" / "f.embedded.json", tmp_path / "given" / "f.keys.jsonl"
+    record, keys = tmp_path / "given" / "f.npy.embedded.json", tmp_path / "given" / "f.keys.jsonl"
     told = json.loads(record.read_text())
     record.write_text(json.dumps(told | {"data": {"data": f"{private}/", "columns": ["", ""], "split": "all"}}))
     row = {"key": "../../../../../../etc/passwd", "name": "me.png", "text": "<b>me</b>", "index": 0}

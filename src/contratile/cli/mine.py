@@ -82,6 +82,9 @@ def _mine(options: Any) -> None:
     broken = f", {found.broken:,} broken samples left out" if found.broken else ""
     print(f"{found.pairs:,} pairs of {found.queries:,} left sides and {found.keys:,} texts{broken}")
     print(f"{found.negatives:,} hard negatives, weights of step {step}: {printable(str(options.out))}")
-    print(f"mean score: positives {found.positive:.4f}, negatives {found.negative:.4f}")
+    if found.negatives:
+        print(f"mean score where there are negatives: positives {found.positive:.4f}, negatives {found.negative:.4f}")
     if found.short:
-        print(f"{found.short:,} left sides have fewer than {rules.num_negatives}; raise --range-max or relax the rules")
+        none = f", {found.none:,} of them none" if found.none else ""
+        remedy = "raise --range-max or relax the rules"
+        print(f"{found.short:,} left sides have fewer than {rules.num_negatives}{none}; {remedy}")

@@ -18,15 +18,16 @@ import torch
 
 from contratile.data.loader import BROKEN_LIMIT, too_many_broken
 from contratile.data.sample import Indexed, Stream
+from contratile.embed.data_files import check_apart, data_state
 from contratile.embed.output import Output
 from contratile.embed.reading import Reader, Share, Skip, unit_tasks
 from contratile.embed.record import Record
 from contratile.embed.units import Row, Unit, Units, UnitWriter
+from contratile.embed.work_folder import claim_folder, remove_folder, work_folder
 from contratile.errors import bad_value, check_choice, check_count
 from contratile.models.encoding import evaluating, to_device
 from contratile.models.towers import Towers
 from contratile.report.metric_text import side_names
-from contratile.train.claim import claim
 
 Side: TypeAlias = Literal["left", "right", "both"]
 SAVE_EVERY = 8
@@ -87,10 +88,10 @@ def embed_source(
         limit: Embed only the first `limit` samples; 0 means all.
         workers: Processes that read and prepare samples; 0: this process does.
         broken_limit: How many samples may be unreadable before this raises: below 1 a share, else a number. They are
-            left out of features and keys, and listed in NAME.broken.jsonl.
+            left out of features and keys, and listed in NAME.npy.broken.jsonl.
         save_every: Record progress after this many chunks. At most that much work is lost if the process is killed.
-        facts: More that must be the same when an interrupted call is continued, such as the path of the data. It is
-            recorded.
+        facts: More that must be the same when an interrupted call is continued. It is recorded. `data`, the name of
+            the data, also makes sure that its files have not changed meanwhile, and are not written over.
         run: Folder of the run that the encoders are from, which is recorded so that `contratile search` finds it.
         step: Step of the run's checkpoint.
         ranks: This process among those that share the work. They must see the same files.
@@ -111,14 +112,16 @@ def embed_source(
     sides = ("left", "right") if side == "both" else (side,)
     _check_kinds(towers, source, sides)
     output = Output.of(out, sides)
-    units = Units(out.with_name(f".{out.name}.unfinished"), {each: getattr(towers, each).width for each in sides})
+    name = str((facts or {}).get("data", ""))
+    check_apart([*output.parts, output.record, output.broken], name)
+    units = Units(work_folder(out), {each: getattr(towers, each).width for each in sides})
     held = None
     if ranks.rank == 0:
         length = len(source) if isinstance(source, Indexed) else None
         weights = digest(towers)
         plan: dict[str, Any] = {"source": source.name, "length": length, "weights": weights, **(facts or {})}
-        units.folder.mkdir(exist_ok=True)
-        held = claim(units.folder)
+        plan["files"] = data_state(name)
+        held = claim_folder(units.folder)
         units.open({**plan, "side": side, "chunk": chunk, "limit": limit, "save_every": save_every})
     ranks.wait()
     share = Share(chunk=chunk, chunks=save_every, limit=limit, rank=ranks.rank, world=ranks.world)
@@ -147,7 +150,7 @@ def embed_source(
             data=dict(facts or {}),
         )
         output.write(units, done, record)
-        units.remove()
+        remove_folder(units.folder)
     ranks.wait()
     del held
     return Embedded(rows, units.widths[sides[0]], sum(len(unit.broken) for unit in done.values()), output.files)

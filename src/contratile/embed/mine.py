@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -22,13 +21,14 @@ from torch import Tensor
 
 from contratile.data.files import written_whole
 from contratile.data.sample import Indexed, Stream
+from contratile.embed.data_files import check_apart, data_state
 from contratile.embed.embed import Ranks, digest, embed_source
 from contratile.embed.table import MinedTable, Pictures, check_table
+from contratile.embed.work_folder import claim_folder, read_object, remove_folder, work_folder
 from contratile.errors import bad_value
 from contratile.mining.hard_negatives import mine_hard_negatives
 from contratile.mining.options import Rules
 from contratile.models.towers import Towers
-from contratile.train.claim import claim
 
 FEATURES = "features.npy"
 EMBEDDED = "embedded.json"
@@ -48,11 +48,14 @@ class Mined(NamedTuple):
     short: int
     """Queries with fewer negatives than asked for."""
 
+    none: int
+    """Those of them that have none."""
+
     positive: float
-    """Mean score of the positives (of several, the lowest)."""
+    """Mean score of the positives (of several, the lowest) of queries with negatives; NaN if there are none."""
 
     negative: float
-    """Mean score of the negatives; NaN if there are none."""
+    """Mean score of their negatives, each query weighing the same; NaN if there are none."""
 
     broken: int
     """Samples that could not be read."""
@@ -116,12 +119,10 @@ def mine_source(
         ValueError: The table cannot be written or the data cannot be mined.
     """
     check_table(out)
+    check_apart([out], str((facts or {}).get("data", "")))
     pictures = Pictures.of(source, out)
-    work = out.with_name(f".{out.name}.unfinished")
-    held = None
-    if ranks.rank == 0:
-        work.mkdir(exist_ok=True)
-        held = claim(work)
+    work = work_folder(out)
+    held = claim_folder(work) if ranks.rank == 0 else None
     ranks.wait()
     broken = _embed(towers, source, work, facts or {}, ranks, notify, embedding)
     features = work / FEATURES
@@ -138,18 +139,20 @@ def mine_source(
         notify("writing")
         table = MinedTable(features.with_suffix(".keys.jsonl"), pairs.query, pairs.first_key, pictures, scores=scores)
         table.write(out, indices, found, positive)
-        there = indices >= 0
+        counts = (indices >= 0).sum(1)
+        some = counts > 0  # means over the same queries, so that they can be compared
         mined = Mined(
             pairs=len(pairs.query),
             queries=len(pairs.first_query),
             keys=len(pairs.first_key),
-            negatives=int(there.sum(1)[pairs.query].sum()),
-            short=int((there.sum(1) < rules.num_negatives).sum()),
-            positive=float(positive.nanmean()),
-            negative=float(found.nanmean()),
+            negatives=int(counts[pairs.query].sum()),
+            short=int((counts < rules.num_negatives).sum()),
+            none=int((counts == 0).sum()),
+            positive=float(positive[some].mean()),
+            negative=float(found[some].nanmean(1).mean()),
             broken=broken,
         )
-        shutil.rmtree(work)
+        remove_folder(work)
     ranks.wait()
     del held
     return mined
@@ -167,11 +170,12 @@ def _embed(
     """Write features of both sides to the work folder, unless they are there; returns the number of broken samples."""
     length = len(source) if isinstance(source, Indexed) else None
     plan = {"source": source.name, "length": length, "limit": options.get("limit", 0), "weights": digest(towers)}
-    plan = json.loads(json.dumps({**plan, **facts}))
+    plan = json.loads(json.dumps({**plan, **facts, "files": data_state(str(facts.get("data", "")))}))
     done = work / EMBEDDED
-    before = json.loads(done.read_text(encoding="utf-8")) if done.exists() else {}
+    before = read_object(done)
+    there = all((work / FEATURES).with_suffix(f".{kind}").exists() for kind in ("left.npy", "right.npy", "keys.jsonl"))
     ranks.wait()  # all have looked
-    if before.get("plan") == plan and (work / FEATURES).with_suffix(".keys.jsonl").exists():
+    if before.get("plan") == plan and there:
         return int(before["broken"])
     if ranks.rank == 0:
         done.unlink(missing_ok=True)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from contratile.data.sample import Indexed
 from contratile.embed.corpus import EmbeddedCorpus
 from contratile.embed.embed import digest
-from contratile.embed.output import SUFFIXES, Output
-from contratile.embed.record import SUFFIX, Record
+from contratile.embed.output import SUFFIXES, Output, whole_of
+from contratile.embed.record import SUFFIX, Record, record_file
 from contratile.embed.run_source import run_source
 from contratile.embed.stored import open_stored
 from contratile.errors import bad_value
@@ -80,20 +80,14 @@ def _embedded_name(path: Path) -> Path | None:
         path = records[0]
     name = path.name
     if name.endswith(SUFFIX):
-        stem = name.removesuffix(SUFFIX)
-        files = [path.with_name(stem + suffix) for suffix in SUFFIXES]
-        return next((file for file in files if file.exists()), files[0])
+        return path.with_name(name.removesuffix(SUFFIX))
     if path.suffix not in SUFFIXES:
         return None
-    for side in (".left.npy", ".right.npy"):
-        whole = path.with_name(name.removesuffix(side) + ".npy")
-        if name.endswith(side) and whole.with_suffix(SUFFIX).exists():
-            return whole
-    return path
+    return path if record_file(path).exists() else whole_of(path) or path
 
 
 def _open_embedded(out: Path, folder: bool, run: Path | None, pictures: str | None) -> OpenedCorpus:
-    record = Record.read(out.with_suffix(SUFFIX))
+    record = Record.read(record_file(out))
     stored = open_stored(Output.of(out, record.sides), record)
     place = Path(record.run) if run is None else run
     if run is None and not (record.run and (place / CONFIG).exists()):

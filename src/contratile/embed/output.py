@@ -1,7 +1,7 @@
 """The files that embedding writes: features as .npy or .parquet, and their keys beside them.
 
     output = Output.of(Path("features.npy"), ("left",))
-    output.write(units, done, record)            # features.npy, features.keys.jsonl, features.embedded.json
+    output.write(units, done, record)            # features.npy, features.keys.jsonl, features.npy.embedded.json
 
 Units are copied one after the other, so that memory does not grow with the number of rows.
 """
@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from contratile.data.files import written_whole
-from contratile.data.sample import need
-from contratile.embed.record import SUFFIX as RECORD
-from contratile.embed.record import Record
+from contratile.embed.parquet import need_parquet
+from contratile.embed.record import Record, record_file
 from contratile.embed.units import Row, Unit, Units
 from contratile.errors import bad_value
 
 SUFFIXES = (".npy", ".parquet")
+SIDES = ("left", "right")
 
 
 class Output(NamedTuple):
@@ -52,9 +52,9 @@ class Output(NamedTuple):
         if out.is_dir() or not out.absolute().parent.is_dir():
             got = f"the folder {out}" if out.is_dir() else f"{out}, whose folder does not exist"
             bad_value("--out", expected="the name of a file to write", got=got, remedy="Choose another name.")
-        beside = out.with_suffix(RECORD), out.with_suffix(".broken.jsonl")
+        beside = record_file(out), out.with_name(f"{out.name}.broken.jsonl")
         if out.suffix == ".parquet":
-            need("pyarrow.parquet")  # before the work, not after it
+            need_parquet("NAME.npy")  # before the work, not after it
             return cls(dict.fromkeys(sides, out), None, *beside)
         names = [out] if len(sides) == 1 else [out.with_suffix(f".{side}.npy") for side in sides]
         return cls(dict(zip(sides, names, strict=True)), out.with_suffix(".keys.jsonl"), *beside)
@@ -71,13 +71,20 @@ class Output(NamedTuple):
 
     def write(self, units: Units, done: dict[int, Unit], record: Record) -> None:
         """Write all units, in order. The record is removed first and written last: features with one are complete."""
-        self.record.unlink(missing_ok=True)
+        for path in self._outdated:
+            path.unlink(missing_ok=True)
         self._write_broken(done)
         if self.keys is None:
             self._write_parquet(units, done)
         else:
             self._write_arrays(units, done)
         record.write(self.record)
+
+    @property
+    def _outdated(self) -> list[Path]:
+        """Records of what is written over: NAME.left.npy may be features of its own, or a side of NAME.npy."""
+        others = [whole for part in self.parts if (whole := whole_of(part)) is not None]
+        return [self.record, *map(record_file, [*self.features.values(), *others])]
 
     def _write_broken(self, done: dict[int, Unit]) -> None:
         self.broken.unlink(missing_ok=True)  # of an earlier time
@@ -105,7 +112,7 @@ class Output(NamedTuple):
     def _write_parquet(self, units: Units, done: dict[int, Unit]) -> None:
         import numpy as np
 
-        arrow, parquet = need("pyarrow"), need("pyarrow.parquet")
+        arrow, parquet = need_parquet("NAME.npy")
         texts = [(name, arrow.string()) for name in ("key", "name", "text")]
         sides = [(side, arrow.list_(arrow.float32(), units.widths[side])) for side in self.features]
         schema = arrow.schema([*texts, ("index", arrow.int64()), *sides])
@@ -118,6 +125,23 @@ class Output(NamedTuple):
                     columns[side] = arrow.FixedSizeListArray.from_arrays(flat, type=kind)
                 if columns["key"]:
                     writer.write_table(arrow.table(columns, schema=schema))
+
+
+def whole_of(part: Path) -> Path | None:
+    """NAME.npy for NAME.left.npy and NAME.right.npy, if these are its sides."""
+    for side in SIDES:
+        whole = part.with_name(part.name.removesuffix(f".{side}.npy") + ".npy")
+        record = record_file(whole)
+        if part.name.endswith(f".{side}.npy") and record.exists() and _two_sided(record):
+            return whole
+    return None
+
+
+def _two_sided(record: Path) -> bool:
+    try:
+        return len(Record.read(record).sides) == len(SIDES)
+    except ValueError:  # damaged: whoever opens it is told so
+        return True
 
 
 def write_header(file: BinaryIO, shape: tuple[int, int]) -> None:

@@ -1,6 +1,6 @@
 """What embedded features are: which run, weights, sides and data made them, in a file beside them.
 
-    features.npy, features.keys.jsonl, features.embedded.json
+    features.npy, features.keys.jsonl, features.npy.embedded.json
 
 The record is written last: features that have one are complete. It may come from anyone, so it names no file that is
 opened by itself. The only exception is the data that pictures are read from, and only if this user wrote the record:
@@ -26,6 +26,11 @@ SUFFIX = ".embedded.json"
 KEY = "embedded.key"
 MOST = 1 << 20
 """Bytes of a record at most."""
+
+
+def record_file(out: Path) -> Path:
+    """The record of features. It has the whole name of theirs: NAME.npy and NAME.parquet may be of different runs."""
+    return out.with_name(out.name + SUFFIX)
 
 
 @dataclass(frozen=True, kw_only=True)

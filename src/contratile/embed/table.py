@@ -8,10 +8,12 @@ Texts are read from the file of keys when they are needed, by their position in 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from array import array
 from collections.abc import Iterator
+from io import BytesIO
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +21,8 @@ from typing import Any, BinaryIO
 from torch import Tensor
 
 from contratile.data.files import written_whole
-from contratile.data.sample import Indexed, Stream, need
+from contratile.data.sample import Indexed, Stream
+from contratile.embed.parquet import need_parquet
 from contratile.errors import bad_value
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -36,7 +39,7 @@ def check_table(out: Path) -> None:
         got = f"the folder {out}" if out.is_dir() else f"{out}, whose folder does not exist"
         bad_value("--out", expected="the name of a file to write", got=got, remedy="Choose another name.")
     if out.suffix == ".parquet":
-        need("pyarrow.parquet")
+        need_parquet("NAME.jsonl")
 
 
 class Pictures:
@@ -44,7 +47,7 @@ class Pictures:
 
     def __init__(self, source: Indexed, base: Path | None, out: Path) -> None:
         self.source, self.base, self.out = source, base, out.absolute()
-        self.folder = out.absolute().with_name(f"{out.stem}-images")
+        self.folder = out.absolute().with_name(f"{out.name}-images")
         self._written: dict[str, Path] = {}  # by name: equal names mean the same picture
 
     @classmethod
@@ -75,11 +78,16 @@ class Pictures:
             return str(found)
 
     def _write(self, name: str, index: int) -> Path:
+        """Write a picture. Its file is named after its contents, so that no other picture is written over."""
         self.folder.mkdir(exist_ok=True)
-        path = self._written[name] = self.folder / f"{index:08d}.png"
         picture: Any = self.source[index].left
-        with written_whole(path) as draft, draft.open("wb") as file:
-            picture.save(file, "PNG")
+        encoded = BytesIO()
+        picture.save(encoded, "PNG")
+        data = encoded.getvalue()
+        path = self._written[name] = self.folder / f"{hashlib.blake2b(data, digest_size=16).hexdigest()}.png"
+        if not path.exists() or path.read_bytes() != data:
+            with written_whole(path) as draft:
+                draft.write_bytes(data)
         return path
 
 
@@ -159,7 +167,7 @@ class MinedTable:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
     def _write_parquet(self, draft: Path, rows: Iterator[dict[str, Any]]) -> None:
-        arrow, parquet = need("pyarrow"), need("pyarrow.parquet")
+        arrow, parquet = need_parquet("NAME.jsonl")
         names = ("anchor", "positive") if self.pictures is None else ("image", "caption")
         columns = [*((name, arrow.string()) for name in names), ("negatives", arrow.list_(arrow.string()))]
         columns += [("scores", arrow.list_(arrow.float32()))] * self.scores

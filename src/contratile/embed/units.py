@@ -1,7 +1,7 @@
 """Features in the making: a folder of units, each of them complete or not there.
 
     units = Units(folder, {"left": 64})
-    units.open(plan)                             # one process: creates the folder, or checks that it fits
+    units.open(plan)                             # one process: begins, or checks that what is there fits
     for number, unit in units.done().items(): ...
     writer = units.writer(3)
     writer.add(keys, {"left": features}, broken)
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from contratile.data.files import written_whole
 from contratile.data.sample import Broken
+from contratile.embed.work_folder import read_object
 from contratile.errors import bad_value
 
 PLAN = "plan.json"
@@ -67,26 +67,26 @@ class Units:
         self.folder, self.widths = folder, dict(widths)
 
     def open(self, plan: Mapping[str, Any]) -> None:
-        """Create the folder, or check that its units belong to the same plan.
+        """Begin in the folder, which exists, or check that its units belong to the same plan.
+
+        Units without a plan could be those of another model, so they are discarded.
 
         Raises:
             ValueError: They were made with another model, data or options.
         """
-        self.folder.mkdir(exist_ok=True)
-        file = self.folder / PLAN
-        if not file.exists():
+        file, now = self.folder / PLAN, json.loads(json.dumps(plan))
+        before = read_object(file)
+        if not before:
+            for path in self.folder.glob("[0-9]*"):
+                path.unlink()
             with written_whole(file) as draft:
                 draft.write_text(json.dumps(plan) + "\n", encoding="utf-8")
-        try:
-            before = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError:
-            before = {}
-        now = json.loads(json.dumps(plan))
-        for name in now:
-            if before.get(name) != now[name]:
+            return
+        for name in {**before, **now}:
+            if before.get(name) != now.get(name):
                 remedy = f"Continue with the model, data and options it was started with, or delete {self.folder}."
                 expected = f"{before.get(name)!r}, as when it was started"
-                bad_value(f"{name} of an unfinished --out", expected=expected, got=repr(now[name]), remedy=remedy)
+                bad_value(f"{name} of an unfinished --out", expected=expected, got=repr(now.get(name)), remedy=remedy)
 
     def file(self, number: int, kind: str) -> Path:
         return self.folder / f"{number:08d}.{kind}"
@@ -123,10 +123,6 @@ class Units:
     def writer(self, number: int) -> UnitWriter:
         """Begin a unit. What an interrupted process left of it is written over."""
         return UnitWriter(self, number)
-
-    def remove(self) -> None:
-        """Delete the folder."""
-        shutil.rmtree(self.folder)
 
 
 class UnitWriter:

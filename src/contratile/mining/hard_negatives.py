@@ -140,7 +140,7 @@ def mine_hard_negatives(
     most = int(pairs[:, 0].bincount().max()) if len(pairs) else 0
     most = max(fact.extra for fact in team.handshake(_facts(query, key, "mine_hard_negatives", extra=most)))
     ring = Ring.flat(team, tuple(keys), total=sum(fact.queries for fact in facts))
-    search = _Search(query.detach(), pairs, rules, Window.of(rules, most), ring)
+    search = _Search(query.detach(), pairs, rules, Window.of(rules, most, sum(keys)), ring)
     return search.run(key.detach(), sum(fact.queries for fact in facts[: team.rank]), tile or TILE, notify)
 
 
@@ -157,14 +157,14 @@ class _Search:
     def run(self, key: Tensor, first_query: int, tile: int, notify: Callable[[float], object]) -> HardNegatives:
         n, wanted, world = len(self.query), self.rules.num_negatives, self.ring.team.size
         found = HardNegatives(
-            torch.empty(n, wanted, dtype=torch.long, device=self.query.device),
-            self.lowest.new_empty(n, wanted),
+            torch.full((n, wanted), -1, device=self.query.device),
+            self.lowest.new_full((n, wanted), torch.nan),
             self.lowest,
         )
         starts = range(0, n, tile)
         # With one block of keys a tile row is finished before the next one begins; otherwise all of them are kept.
         kept: dict[int, BestKeys] = {}
-        space = self.lowest.new_empty(tile * min(tile, max(self.ring.sizes)))
+        space = self.lowest.new_empty(min(tile, n) * min(tile, max(self.ring.sizes)))
         trip: RingPass[_Keys, Any] = RingPass(self.ring, _Keys(key))
         for step, block in enumerate(trip):
             first = sum(self.ring.sizes[: block.source])
@@ -180,7 +180,9 @@ class _Search:
                     kept[start] = best
                 else:
                     place = slice(start, start + len(rows))
-                    found.indices[place], found.scores[place] = self._choose(best, start, first_query)
+                    index, values = self._choose(best, start, first_query)
+                    width = index.shape[1]  # smaller than wanted if there are too few keys
+                    found.indices[place, :width], found.scores[place, :width] = index, values
                 notify((step + (number + 1) / len(starts)) / world)
         self.lowest.masked_fill_(self.lowest == torch.inf, torch.nan)
         return found
@@ -241,6 +243,13 @@ def _check(query: Tensor, key: Tensor, positives: Tensor | None, tile: int | Non
     for name, x in (("query", query), ("key", key)):
         if not all(bool(part.isfinite().all()) for part in torch.split(x, ROWS)):
             bad_value(name, expected="finite features", got="NaN or infinity", remedy="Check the encoder's outputs.")
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        most = (torch.finfo(dtype).max / x.shape[1]) ** 0.5  # scores of such features are finite
+        ends = (end for part in torch.split(x, ROWS) if part.numel() for end in part.aminmax())
+        largest = max((abs(float(end)) for end in ends), default=0.0)
+        if largest > most:
+            remedy = "Scores could overflow: normalise the features."
+            bad_value(name, expected=f"features of at most {most:.1e}", got=f"{largest:.1e}", remedy=remedy)
 
 
 def _pairs(query: Tensor, key: Tensor, positives: Tensor | None, *, first: int, total: int) -> Tensor:
