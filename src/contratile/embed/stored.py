@@ -4,8 +4,8 @@
     for tile in stored.tiles("left"): ...                # [n, D], in order
     stored.row(17).name
 
-Files may come from anyone: nothing in them is executed, and what does not fit together is refused. They are opened once:
-features that are embedded again under the same name do not mix with those that are being searched.
+Files may come from anyone: nothing in them is executed, and what does not fit together is refused. They are opened
+once: features that are embedded again under the same name do not mix with those that are being searched.
 """
 
 from __future__ import annotations
