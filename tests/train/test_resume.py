@@ -228,3 +228,9 @@ def test_a_run_that_was_stopped_at_its_end_counts_its_last_evaluation(table: Pat
     assert _used(trainer, 2) == "the best ones, which `contratile eval` uses too"
     Trainer(small(table, copy, **ended)).run()
     assert len([entry for entry in history(copy) if BEST in entry and entry["step"] > 0]) == 1
+
+
+@pytest.mark.parametrize("wrong", ["", None, 3, "step-00000004/../step-00000004"])
+def test_weights_are_named_as_the_checkpoints_are(run: Path, wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"weights: expected best, last or step-\.\.\., got"):
+        load_run(run, wrong)
