@@ -135,6 +135,21 @@ def test_nearest(tile: int) -> None:
     torch.testing.assert_close(scores, expected.values)
     assert torch.equal(index, expected.indices)
     assert ct.nearest(query, gallery[:2], 4)[0].shape == (9, 2)
+    assert [x.shape for x in ct.nearest(query[:0], gallery, 4, tile=tile)] == [(0, 4), (0, 4)]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nearest_puts_features_that_are_not_finite_last(value: float) -> None:
+    gallery = torch.eye(4) + 0.1
+    gallery[1, 2] = value
+    scores, index = ct.nearest(torch.ones(1, 4), gallery, 4, tile=2)
+    assert index[0, 3] == 1 and scores[0, 3] == -math.inf and scores[0, :3].isfinite().all()
+
+
+@pytest.mark.parametrize("tile", [0, -1])
+def test_nearest_wants_a_tile(tile: int) -> None:
+    with pytest.raises(ValueError, match="tile: expected"):
+        ct.nearest(torch.eye(3), torch.eye(3), 1, tile=tile)
 
 
 def test_errors_teach() -> None:

@@ -202,7 +202,8 @@ def nearest(query: Tensor, gallery: Tensor, k: int, *, tile: int = 16384) -> tup
         tile: Rows of the gallery that are scored at once.
 
     Returns:
-        (scores [N, k] in descending order, indices [N, k] into the gallery).
+        (scores [N, k] in descending order, indices [N, k] into the gallery). Scores that are not finite count as -inf,
+        so that damaged features come last. The order of equal scores is not defined.
 
     Examples:
         >>> import torch, contratile as ct
@@ -210,8 +211,10 @@ def nearest(query: Tensor, gallery: Tensor, k: int, *, tile: int = 16384) -> tup
         >>> index.flatten()
         tensor([0, 1, 2])
     """
-    check_features({"query": query, "gallery": gallery}, empty=False)
+    check_features({"query": query, "gallery": gallery}, empty=True)
+    check_features({"gallery": gallery}, empty=False)
     check_count("k", k, least=1)
+    check_count("tile", tile, least=1)
     return nearest_of_tiles(query, (gallery[start : start + tile] for start in range(0, len(gallery), tile)), k)
 
 
@@ -222,6 +225,7 @@ def nearest_of_tiles(query: Tensor, tiles: Iterable[Tensor], k: int) -> tuple[Te
     start = 0
     for tile in tiles:
         new = query @ tile.t()
+        new.masked_fill_(~new.isfinite(), -torch.inf)  # topk would put NaN first
         places = torch.arange(start, start + new.shape[1], device=query.device).expand_as(new)
         scores, best = torch.cat([scores, new], 1).topk(min(k, scores.shape[1] + new.shape[1]), dim=1)
         index = torch.cat([index, places], 1).gather(1, best)

@@ -168,6 +168,35 @@ def test_features_without_a_record(folder: Path, tmp_path: Path) -> None:
         open_corpus(tmp_path / "nothing")
 
 
+@pytest.mark.parametrize("change", ["order", "text"])
+def test_a_changed_table_shows_no_other_picture(folder: Path, tmp_path: Path, change: str) -> None:
+    """The key of a row of a table is its line."""
+    shutil.copytree(folder / "shapes", tmp_path / "shapes")
+    table = tmp_path / "shapes" / "pairs.csv"
+    embed(folder / "run", table, tmp_path / "f.npy")
+    assert open_corpus(tmp_path / "f.npy").corpus.picture(0)
+    head, first, second, *rest = table.read_text().splitlines(keepends=True)
+    lines = [second, first] if change == "order" else [first.replace("of size", "with size"), second]
+    table.write_text("".join([head, *lines, *rest]))
+    corpus = open_corpus(tmp_path / "f.npy").corpus
+    assert [bool(corpus.picture(item)) for item in range(3)] == [False, change == "text", True]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_an_open_corpus_does_not_mix_with_a_later_one(folder: Path, tmp_path: Path, suffix: str) -> None:
+    """Embedded again under the same name: features and keys stay those that were opened."""
+    rows = [f"{folder}/shapes/red-line-{n}.png,red {n}\n" for n in (1, 2, 3)]
+    (tmp_path / "pairs.csv").write_text("".join(["path,caption\n", *rows]))
+    embed(folder / "run", tmp_path / "pairs.csv", tmp_path / f"f.{suffix}")
+    corpus, towers, *_ = open_corpus(tmp_path / f"f.{suffix}")
+    for path in tmp_path.glob("f.*"):
+        path.unlink()
+    (tmp_path / "pairs.csv").write_text("".join(["path,caption\n", *reversed(rows)]))
+    embed(folder / "run", tmp_path / "pairs.csv", tmp_path / f"f.{suffix}")
+    (hits,) = find(corpus, ["x"], encode_queries(towers.right, ["x"]), k=3, among="left")
+    assert sorted((hit.item, hit.text) for hit in hits) == [(0, "red 1"), (1, "red 2"), (2, "red 3")]
+
+
 # --- files from anyone --------------------------------------------------------------------------------------------
 
 
@@ -183,7 +212,7 @@ def test_pictures_of_a_stranger_are_not_followed(folder: Path, tmp_path: Path, m
     changed(record, data={"data": f"{private}/", "columns": ["", ""], "split": "all", "root": None})
     keys = target / "both.keys.jsonl"
     names = ("me.png", "../../etc/passwd", "/etc/passwd", "..\\me.png")
-    lines = [{"key": names[n % 4], "name": names[n % 4], "text": f"{n}", "index": 0} for n in range(96)]
+    lines = [{"key": names[n % 4], "name": names[n % 4], "text": "me", "index": 0} for n in range(96)]
     keys.write_text("".join(json.dumps(line) + "\n" for line in lines))
     corpus, *_ = open_corpus(target)
     assert "someone else embedded" in corpus.remark

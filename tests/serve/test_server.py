@@ -57,6 +57,18 @@ def refused(server: Server, method: str, path: str, body: bytes | None = None, h
     return status, json.loads(answer)["error"]
 
 
+def test_a_file_that_cannot_be_read_is_told(
+    pictures: Finder, serving: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def gone(item: int) -> bytes:
+        raise FileNotFoundError(2, "No such file or directory", "/data/pairs.csv")
+
+    monkeypatch.setattr(pictures, "thumbnail", gone)
+    status, reason = refused(serving(pictures), "GET", "/thumbnail/0")
+    assert status == 500 and "a file could not be read (No such file or directory)" in reason
+    assert "pairs.csv" not in reason and "/data/pairs.csv" in capsys.readouterr().err
+
+
 # --- answers ------------------------------------------------------------------------------------------------------
 
 

@@ -382,3 +382,13 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     lines = killed("full", tmp_path)
     assert len(lines) == 8
     assert all("could not be written" in line and "Is the disk full? Free some space" in line for line in lines)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="access rights of POSIX")
+def test_weights_can_be_read_by_whom_other_files_can(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        checkpoint.save(tmp_path / "step-00000001", {"model": {"x": torch.ones(2)}}, {"step": 1})
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "step-00000001").iterdir()} == {0o644}

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from contratile.cli.train import _used
+from contratile.report.tracking import history
 from contratile.train import checkpoint
 from contratile.train.load import load_run
-from contratile.train.loop import Trainer
+from contratile.train.loop import BEST, Trainer
 from contratile.train.resume import find_checkpoint
 from tests.train.runs import losses, shapes, small, weights
 
@@ -204,3 +206,31 @@ def test_a_branch_looks_for_a_best_of_its_own(table: Path, run: Path, tmp_path: 
     assert trainer.best == -math.inf
     trainer.run()
     assert (tmp_path / "best").resolve().name == "step-00000005"
+
+
+def test_a_run_that_was_stopped_at_its_end_counts_its_last_evaluation(table: Path, run: Path, tmp_path: Path) -> None:
+    """Restarted with no steps left: metrics.jsonl, the best checkpoint and the closing sentence know of it."""
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy, symlinks=True)
+    shutil.rmtree(copy / "checkpoints" / "step-00000003")
+    shutil.rmtree(copy / "checkpoints" / "step-00000004")
+    (copy / "best").unlink()
+    before = weights(copy)
+    ended = {**FOUR, "steps": 2}
+    trainer = Trainer(small(table, copy, **ended))
+    outcome = trainer.run()
+    assert (outcome.finished, trainer.best_step) == (True, 2) and trainer.best == outcome.metrics[BEST]
+    recorded = [entry for entry in history(copy) if BEST in entry and entry["step"] > 0]
+    assert [(entry["step"], entry[BEST]) for entry in recorded] == [(2, trainer.best)]
+    assert max(entry["step"] for entry in history(copy)) == 2, "nothing of steps whose checkpoints are gone"
+    assert (copy / "best").resolve().name == "step-00000002" and load_run(copy).step == 2
+    assert all(torch.equal(x, before[name]) for name, x in weights(copy).items())
+    assert _used(trainer, 2) == "the best ones, which `contratile eval` uses too"
+    Trainer(small(table, copy, **ended)).run()
+    assert len([entry for entry in history(copy) if BEST in entry and entry["step"] > 0]) == 1
+
+
+@pytest.mark.parametrize("wrong", ["", None, 3, "step-00000004/../step-00000004"])
+def test_weights_are_named_as_the_checkpoints_are(run: Path, wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"weights: expected best, last or step-\.\.\., got"):
+        load_run(run, wrong)

@@ -21,8 +21,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address to listen on (default: 127.0.0.1). 0.0.0.0 lets everyone on the network search the run and see "
-        "its pictures: there is no password",
+        help="address to listen on; 0.0.0.0 lets everyone on the network search the run and see its pictures: there is "
+        "no password (default: 127.0.0.1)",
     )
     parser.add_argument(
         "--port", type=int, help="port to listen on, 0 for any free one (default: 8000, or a free one if that is taken)"

@@ -211,15 +211,21 @@ def _print_results(trainer: "Trainer", outcome: "Outcome", written: "Written") -
         print("\n".join(zero_shot_lines(outcome.metrics, trainer.zero_shot.chance)))
     times = outcome.metrics[BEST] / guess[BEST]
     print(f"R@10 is {times:.{0 if times >= 10 else 1}f} times chance")
-    print(
-        f"These are the weights of step {outcome.step}. `contratile eval` uses the best ones, step {trainer.best_step}."
-    )
+    print(f"These are the weights of step {outcome.step}, {_used(trainer, outcome.step)}.")
     for row in written.searched:
         print(f'nearest to "{printable(row.query)}"', *(f"  {line}" for line in lines(row)), sep="\n")
     print(f"report: {written.report}")
     if written.sheet is not None:
         print(f"contact sheet: {written.sheet}")
     print(printable("\n".join(next_lines(trainer.config.run.out, written.query)), lines=True))
+
+
+def _used(trainer: "Trainer", step: int) -> str:
+    """Which weights other commands use."""
+    if trainer.best_step == step:
+        return "the best ones, which `contratile eval` uses too"
+    best = f"best ones, those of step {trainer.best_step}" if trainer.best_step else "last ones"
+    return f"and `contratile eval` uses the {best}"
 
 
 def next_lines(run: Path, query: str) -> list[str]:

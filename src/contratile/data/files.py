@@ -1,6 +1,7 @@
 """Derived files: where they are cached, and how they are written completely or not at all."""
 
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,19 @@ def written_whole(path: Path) -> Iterator[Path]:
     except OSError as error:
         draft.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+@contextmanager
+def usual_mode(path: Path) -> Iterator[None]:
+    """Context in which a new file is written; it gets the access rights of any new file.
+
+    Versions of safetensors write to a temporary file that only its owner can read, and rename it.
+    """
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    yield
+    if stat.S_IMODE(path.stat().st_mode) != mode:
+        path.chmod(mode)
 
 
 def made_once(path: Path, make: Callable[[Path], None]) -> Path:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from contratile.data.sample import Broken, Indexed
+from contratile.data.sample import Broken, Indexed, left_name
 from contratile.embed.record import Record
 from contratile.embed.stored import Stored
 from contratile.metrics import nearest_of_tiles
@@ -106,5 +106,6 @@ class EmbeddedCorpus:
             sample = self._pictures[row.index]
         except Broken:
             return b""
-        # The data may have changed: a picture of another sample would be wrong.
-        return b"" if isinstance(sample.left, str) or sample.key != row.key else thumbnail(sample.left)
+        # The data may have changed: a picture of another sample would be wrong. A key alone can be just a line number.
+        same = (sample.key, left_name(sample), sample.right) == (row.key, row.name, row.text)
+        return thumbnail(sample.left) if same and not isinstance(sample.left, str) else b""

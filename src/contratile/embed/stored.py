@@ -4,18 +4,20 @@
     for tile in stored.tiles("left"): ...                # [n, D], in order
     stored.row(17).name
 
-Files may come from anyone: nothing in them is executed, and what does not fit together is refused.
+Files may come from anyone: nothing in them is executed, and what does not fit together is refused. They are opened
+once: features that are embedded again under the same name do not mix with those that are being searched.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, BinaryIO, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -63,28 +65,29 @@ def open_stored(output: Output, record: Record) -> Stored:
 
 
 class Arrays:
-    """NAME.npy and NAME.keys.jsonl. Features are mapped into memory."""
+    """NAME.npy and NAME.keys.jsonl, mapped into memory."""
 
     def __init__(self, output: Output, record: Record) -> None:
         assert output.keys is not None
         self._features = {side: _mapped(path, record) for side, path in output.features.items()}
-        self._keys = output.keys
+        self._path = output.keys
         self._starts = array("q", [0])
-        rows = self._index()
-        if rows != record.rows:
-            _damaged(self._keys, f"{record.rows:,} lines", f"{rows:,}")
+        with self._path.open("rb") as file:
+            rows = self._index(file)
+            if rows != record.rows:
+                _damaged(self._path, f"{record.rows:,} lines", f"{rows:,}")
+            self._keys = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
-    def _index(self) -> int:
+    def _index(self, file: BinaryIO) -> int:
         """Note where lines begin, and count them."""
         import numpy as np
 
         count = start = 0
-        with self._keys.open("rb") as file:
-            while block := file.read(BLOCK):
-                ends = np.flatnonzero(np.frombuffer(block, np.uint8) == 10) + 1
-                chosen = ends[(EVERY - 1 - count) % EVERY :: EVERY]
-                self._starts.extend((chosen + start).tolist())
-                count, start = count + len(ends), start + len(block)
+        while block := file.read(BLOCK):
+            ends = np.flatnonzero(np.frombuffer(block, np.uint8) == 10) + 1
+            chosen = ends[(EVERY - 1 - count) % EVERY :: EVERY]
+            self._starts.extend((chosen + start).tolist())
+            count, start = count + len(ends), start + len(block)
         return count
 
     def tiles(self, side: str) -> Iterator[Tensor]:
@@ -92,11 +95,12 @@ class Arrays:
         return (torch.from_numpy(whole[start : start + TILE]) for start in range(0, len(whole), TILE))
 
     def row(self, number: int) -> Row:
-        with self._keys.open("rb") as file:
-            file.seek(self._starts[number // EVERY])
-            for _ in range(number % EVERY):
-                _line(file, self._keys)
-            return _row(_line(file, self._keys), self._keys)
+        start, end = 0, self._starts[number // EVERY]
+        for _ in range(number % EVERY + 1):
+            start, end = end, self._keys.find(b"\n", end, end + LONGEST) + 1
+            if end == 0:
+                _damaged(self._path, f"lines of at most {LONGEST >> 20} MiB", "a longer or unfinished one")
+        return _row(self._keys[start:end], self._path)
 
 
 class Parquet:
@@ -104,6 +108,7 @@ class Parquet:
 
     def __init__(self, path: Path, record: Record) -> None:
         self._path, self._parquet, self._width = path, need("pyarrow.parquet"), record.width
+        self._file = need("pyarrow").OSFile(str(path))
         with self._opened() as file:
             counts = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
             kinds = {field.name: _kind(field.type) for field in file.schema_arrow}
@@ -118,7 +123,7 @@ class Parquet:
 
     def _opened(self) -> Any:
         try:
-            return self._parquet.ParquetFile(self._path)
+            return self._parquet.ParquetFile(self._file)
         except (OSError, ValueError) as error:  # pyarrow's own errors are of these classes
             _damaged(self._path, "a Parquet file", type(error).__name__)
 
@@ -168,13 +173,6 @@ def _mapped(path: Path, record: Record) -> Any:
     if not found.flags.c_contiguous:
         _damaged(path, "rows one after the other", "columns")
     return found.view(np.ndarray)
-
-
-def _line(file: Any, path: Path) -> bytes:
-    line: bytes = file.readline(LONGEST)
-    if not line.endswith(b"\n"):
-        _damaged(path, f"lines of at most {LONGEST >> 20} MiB", "a longer or unfinished one")
-    return line
 
 
 def _row(line: bytes, path: Path) -> Row:

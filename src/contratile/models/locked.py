@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contratile.data.files import written_whole
+from contratile.data.files import usual_mode, written_whole
 from contratile.data.loader import BROKEN_LIMIT, Loader
 from contratile.data.rows import Subset
 from contratile.data.sample import Broken, Indexed, Source
@@ -155,5 +155,5 @@ def _fits(path: Path, same: str) -> bool:
 def _write(path: Path, outputs: Tensor, same: str) -> None:
     from safetensors.torch import save_file
 
-    with written_whole(path) as draft:
+    with written_whole(path) as draft, usual_mode(draft):
         save_file({"outputs": outputs}, draft, metadata={"of": same})

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from contratile.data.files import written_whole
+from contratile.data.files import usual_mode, written_whole
 from contratile.data.sample import Broken, Indexed, Sample, Source, Stream
 from contratile.errors import bad_value
 from contratile.models.encoding import SourceFeatures, matches
@@ -204,7 +204,7 @@ def save_gallery(gallery: Gallery, folder: Path) -> None:
     if gallery.pictures:
         tensors["pictures"] = torch.frombuffer(bytearray(b"".join(gallery.pictures)) or bytearray(1), dtype=torch.uint8)
         tensors["sizes"] = torch.tensor([len(data) for data in gallery.pictures])
-    with written_whole(folder / f"{GALLERY}.safetensors") as draft:
+    with written_whole(folder / f"{GALLERY}.safetensors") as draft, usual_mode(draft):
         save_file(tensors, draft)
     words = {name: getattr(gallery, name) for name in ("step", "kinds", "sides", "names", "texts")}
     with written_whole(folder / f"{GALLERY}.json") as draft:
@@ -255,6 +255,9 @@ def load_gallery(folder: Path) -> Gallery:
         )
         _check(gallery)
         return gallery
+    except PermissionError as error:
+        remedy = "Ask its owner for the right to read it."
+        bad_value(f"gallery of {folder}", expected="files that can be read", got=str(error), remedy=remedy)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, RuntimeError, SafetensorError) as error:
         again = f"contratile train --config {folder / 'config.toml'} --out {folder}"
         remedy = f"It is damaged or from an older version: remove {listed} and run `{again}` to write it again."

@@ -72,6 +72,7 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 64
 
     def __init__(self, finder: Finder, host: str, port: int) -> None:
         self.finder, self.local = finder, is_loopback(host)
@@ -147,8 +148,12 @@ class Handler(BaseHTTPRequestHandler):
         except Refused as refused:
             self._json(refused.status, {"error": refused.reason})
             self._drain()
-        except OSError:
+        except (ConnectionError, TimeoutError):  # the client went away
             raise
+        except OSError as error:
+            print(f"contratile serve: {printable(str(error))}", file=sys.stderr)
+            reason = f"a file could not be read ({error.strerror or type(error).__name__}); the server's log names it"
+            self._json(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": reason})
         except Exception as error:  # a client never sees a traceback, and the server goes on
             print(f"contratile serve: {type(error).__name__}: {printable(str(error))}", file=sys.stderr)
             self._json(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": "internal error"})

@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from contratile.data.files import usual_mode
 from contratile.errors import bad_type, bad_value
 from contratile.train.state_tree import flatten, restore
 
@@ -238,7 +239,9 @@ def _write(draft: Path, tensors: dict[str, Any], facts: dict[str, Any]) -> None:
     structure = {}
     for name, tree in tensors.items():
         structure[name], flat = flatten(tree, name)
-        save_file(flat, draft / f"{name}.safetensors", metadata={"format": "pt"})
+        file = draft / f"{name}.safetensors"
+        with usual_mode(file):
+            save_file(flat, file, metadata={"format": "pt"})
     told, flat = flatten(facts, "facts")
     if flat:
         remedy = "Pass tensors in the argument `tensors`, or numbers by .item()."

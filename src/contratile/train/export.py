@@ -51,6 +51,8 @@ def export_run(run: str | Path, to: Format, out: str | Path, weights: str = "bes
         exported = export_towers(towers, to, draft)
         card = model_card(run, config, step, exported, name=out.name, library=to)
         (draft / "README.md").write_text(card, encoding="utf-8")
+        for weights_file in draft.rglob("*.safetensors"):  # written for their owner alone, see `usual_mode`
+            weights_file.chmod((draft / "README.md").stat().st_mode & 0o777)
         if out.exists():
             out.rmdir()  # empty; a rename onto a folder fails on some systems
         draft.rename(out)

@@ -54,15 +54,17 @@ def load_run(run: Path, weights: str = "best", *, allow_pipe: bool = False) -> R
         remedy = "Give the folder that `contratile train --out` wrote."
         bad_value("run", expected=f"a folder with {CONFIG}", got=run, remedy=remedy)
     config = load_config(run / CONFIG, allow_pipe=allow_pipe)
-    folder: Path | None = run / "checkpoints" / weights
-    if weights not in ("best", "last") and checkpoint.step_of(Path(weights)) is None:
+    plain = isinstance(weights, str) and weights != "" and Path(weights).name == weights
+    named = plain and checkpoint.step_of(Path(weights)) is not None
+    if weights not in ("best", "last") and not named:
         bad_value(
             "weights", expected="best, last or step-...", got=repr(weights), remedy="They are in RUN/checkpoints."
         )
+    folder: Path | None = run / "checkpoints" / weights
     if weights in ("best", "last"):
         folder = (checkpoint.best(run) if weights == "best" else None) or checkpoint.latest(run)
     if folder is None:
-        bad_value("run", expected="a checkpoint", got=run, remedy="The run was stopped before its first one.")
+        bad_value("run", expected="a checkpoint", got=run, remedy="It has none yet: train it further.")
     if weights not in ("best", "last") and not folder.exists():
         there = ", ".join(step.name for step in checkpoint.steps(run)) or "none"
         remedy = f"The run has {there}. It removes older ones as it trains and writes its gallery again at its end."

@@ -27,7 +27,7 @@ from contratile.models.encoding import SourceFeatures, encode, to_device
 from contratile.models.locked import rows_of
 from contratile.models.towers import Towers, recipe_checksums
 from contratile.planner.loss_memory import dense_loss_bytes, tiled_loss_bytes
-from contratile.report.tracking import Tracker
+from contratile.report.tracking import Tracker, history
 from contratile.train import checkpoint
 from contratile.train.config_file import to_dict
 from contratile.train.divergence import diverged, finite, set_aside_diverged
@@ -101,8 +101,7 @@ class Trainer(PreparedRun):
             done = self._any_process(self.main and is_finished(self.config.run.out, self.step))
             if done:
                 return Outcome(self.step, True, {}, None)
-            metrics, held_out = self.evaluate()
-            return self._outcome(metrics | self.evaluate_zero_shot(), held_out)
+            return self._closing_evaluation()
         run, saved = self.config.run, self.step
         evaluate_at, save_at = (every or max(1, self.steps // 10) for every in (run.eval_every, run.save_every))
         zero_shot_at = self.config.eval.zero_shot_every or evaluate_at
@@ -134,9 +133,7 @@ class Trainer(PreparedRun):
                     tracker.evaluation(self.step, found, self.sides)
                 if BEST in found:
                     metrics = found
-                    better = metrics[BEST] >= self.best  # the latest of equal ones; NaN is never better
-                    if better:
-                        self.best, self.best_step = metrics[BEST], self.step
+                    better = self._note_best(metrics)
                 if self.step % save_at == 0 or last or better:
                     tracker.flush()
                     self.save()
@@ -147,6 +144,27 @@ class Trainer(PreparedRun):
         if self.step < self.steps:
             return Outcome(self.step, False, metrics, held_out)
         return self._outcome(metrics, held_out)
+
+    def _closing_evaluation(self) -> Outcome:
+        """Evaluate a run that has all its steps. It may have stopped where no evaluation was due."""
+        metrics, held_out = self.evaluate()
+        metrics |= self.evaluate_zero_shot()
+        if self.main and not any(
+            entry["step"] == self.step and BEST in entry for entry in history(self.config.run.out)
+        ):
+            with self._tracker() as tracker:
+                tracker.evaluation(self.step, metrics, self.sides)
+                tracker.flush()
+        if self.best_step != self.step and self._note_best(metrics):
+            self.save()
+        return self._outcome(metrics, held_out)
+
+    def _note_best(self, metrics: dict[str, float]) -> bool:
+        """Whether these weights are the best so far: the latest of equal ones. NaN is never better."""
+        better = metrics[BEST] >= self.best
+        if better:
+            self.best, self.best_step = metrics[BEST], self.step
+        return better
 
     def _tracker(self) -> Tracker:
         run, loss, processes = self.config.run, self.config.loss, self.accelerator.num_processes

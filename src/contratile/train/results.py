@@ -145,7 +145,7 @@ def _notes(trainer: Trainer, held_out: SourceFeatures, gallery: Gallery) -> list
         cache_bytes=loss.cache_mib << 20,
     )
     dense = size(dense_loss_bytes(n, views=loss.rows_per_pair, negatives=shared))
-    others = f" and with {shared:,} hard negatives each" if shared else ""
+    others = f" and with up to {shared:,} hard negatives each" if shared else ""
     if loss.backend == "dense":
         notes.append(f"Every step compared {n:,} pairs with each other{others}; the dense loss took {dense}.")
     else:
