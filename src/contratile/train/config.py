@@ -148,7 +148,8 @@ class RunConfig:
     """Texts to search for at the end of the run; the results are printed and shown in the report."""
 
     large_loss: bool = False
-    """At the end, run one loss step that is too large for a dense loss on this machine, and report time and memory."""
+    """At the end, run one large loss step, too large for a dense loss on this machine if that takes about a minute at
+    most, and report its time and memory."""
 
     def check(self) -> None:
         """Refuse values out of range."""
