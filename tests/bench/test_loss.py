@@ -122,7 +122,7 @@ def test_a_file_that_is_no_recording_is_refused(tmp_path: Path, capsys: pytest.C
     for text in ('{"rows": [{"n": 1}]}', '{"kind": "flight", "rows": []}', "[]", "none"):
         other.write_text(text)
         assert main(["bench", "plot", str(other)]) == 2
-        assert "expected a loss.json" in capsys.readouterr().err
+        assert "expected a JSON file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("m", "blocks", "products"), [(None, 3 * 3, 4), (40, 3 * 1, 4), (150, 3 * 4, 2)])

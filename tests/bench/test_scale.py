@@ -19,7 +19,7 @@ def test_a_tiny_run(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     config = ScaleBenchConfig(
         worlds=(2, 16),
-        batches=(64, 4096),
+        batches=(64, 16384),
         check_world=0,
         dims=(64,),
         budget=0.001,
@@ -33,7 +33,7 @@ def test_a_tiny_run(tmp_path: Path) -> None:
         assert (row.how == "formula") == (row.contestant.startswith("open_clip"))
         assert (row.peak_extra_mib is None) == (row.how == "formula")
     part = next(row for row in recording.rows if row.queries and row.queries < row.local and row.world == 2)
-    assert part.hops == 3 and part.local == 2048
+    assert part.hops == 3 and part.local == 8192
     save(recording, tmp_path)
     assert load(tmp_path / "scale.json") == recording
     assert [path.name for path in draw(recording, tmp_path)] == ["scale.png"]

@@ -59,7 +59,7 @@ def test_the_last_lines_load_and_serve_the_model(run: Path, tmp_path: Path, caps
     exec(load.removeprefix("load the model in Python: "), names)
     assert names["model"].encode_text(["red"]).shape == (1, names["model"].width)
     words = shlex.split(serve.removeprefix("search it in the browser: "))
-    assert words == ["contratile", "serve", str(copy)] and serve_parser().parse_args(words[2:]).run == copy
+    assert words == ["contratile", "serve", str(copy)] and serve_parser().parse_args(words[2:]).corpus == copy
 
 
 def test_nothing_is_left_to_do(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
