@@ -1,7 +1,7 @@
 """Flat ring against ring over nodes, on emulated nodes of this machine. Needs root (network namespaces) and iproute2.
 
     python benchmarks/nodes.py --out benchmarks/results/nodes
-    python benchmarks/nodes.py --rates 100 0 --pairs 3 --out /tmp/nodes       # Mbit/s; 0: not shaped
+    python benchmarks/nodes.py --rates 100 0 --pairs 3 --out bench-nodes      # Mbit/s; 0: not shaped
 
 Two network namespaces are the nodes. Each rank of a node has a link of its own to its partner on the other node: a veth
 pair whose two ends are shaped with `tc tbf`. Ranks of a node reach each other through their namespace's loopback. gloo
