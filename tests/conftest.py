@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.ranks import close_pools
 
@@ -68,3 +69,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def _end_ranks() -> Iterator[None]:
     yield
     close_pools()
+
+
+@pytest.fixture(autouse=True)
+def _end_group() -> Iterator[None]:
+    """A process group that a test left (the paper's ring wants one) would tell later tests how many ranks there are."""
+    before = dist.is_available() and dist.is_initialized()
+    yield
+    if dist.is_available() and dist.is_initialized() and not before:
+        dist.destroy_process_group()
