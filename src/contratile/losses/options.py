@@ -11,7 +11,7 @@ from torch import Tensor
 
 from contratile.engine.backends import BACKENDS, registry
 from contratile.engine.backends.precision import PRECISIONS
-from contratile.engine.spec import PairStats, Spec
+from contratile.engine.spec import SAME_ID, PairStats, SameId, Spec
 from contratile.errors import (
     bad_type,
     bad_value,
@@ -144,6 +144,7 @@ class PairOptions(NamedTuple):
     """What `clip_loss` and `info_nce` take beyond the features. Their docstrings explain each option."""
 
     ids: Ids | None = None
+    same_id: SameId = "exclude"
     extra_keys: Tensor | None = None
     extra_ids: Tensor | None = None
     hard_negatives: Tensor | None = None
@@ -160,7 +161,11 @@ class PairOptions(NamedTuple):
     @property
     def sums(self) -> bool:
         """Whether sums of scores are needed beside log-sum-exps."""
-        return self.label_smoothing > 0 or self.return_stats
+        return self.label_smoothing > 0 or self.return_stats or self.several_positives
+
+    @property
+    def several_positives(self) -> bool:
+        return self.same_id == "positive"
 
     @property
     def pair_of_ids(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
@@ -172,6 +177,7 @@ class PairOptions(NamedTuple):
     def check(self, query: Tensor, key: Tensor, scale: Tensor | float) -> None:
         """Refuse what cannot be used, and combinations that mean nothing."""
         self._check_ids(query, key)
+        self._check_same_id()
         self._check_extra_keys(query)
         self._check_hard_negatives(query)
         self._check_margin(scale)
@@ -234,6 +240,22 @@ class PairOptions(NamedTuple):
             )
         check_vector("ids", self.ids, length=len(query), device=query.device)
 
+    def _check_same_id(self) -> None:
+        check_choice("same_id", self.same_id, SAME_ID)
+        if not self.several_positives:
+            return
+        if self.ids is None:
+            remedy = "Pass ids=, which say which pairs are positive, or drop same_id=."
+            bad_value("same_id='positive'", expected="ids= beside it", got="none", remedy=remedy)
+        for name, given, why in (
+            ("margin", self.margin is not None, "A margin is measured from one positive; there may be several."),
+            ("label_smoothing", bool(self.label_smoothing), "The target is already shared by several keys."),
+        ):
+            if given:
+                remedy = f"{why} Drop {name}=, or use same_id='exclude'."
+                expected = f"{name}= or same_id='positive'"
+                bad_value(f"same_id and {name}", expected=expected, got="both", remedy=remedy)
+
     def _check_hard_negatives(self, query: Tensor) -> None:
         hard = self.hard_negatives
         if hard is None:
@@ -264,7 +286,7 @@ class PairOptions(NamedTuple):
     def named(self) -> str:
         """The options that every rank must agree on."""
         used = [name for name in ("ids", "extra_keys", "extra_ids", "weights") if getattr(self, name) is not None]
-        return f"{' '.join(used)} {self.margin} {self.label_smoothing} {self.return_stats}"
+        return f"{' '.join(used)} {self.same_id} {self.margin} {self.label_smoothing} {self.return_stats}"
 
 
 def check_weights(weights: Tensor, n: int, device: torch.device) -> None:
