@@ -102,8 +102,7 @@ def test_dense_code_is_what_the_losses_compute() -> None:
     got = ct.info_nce(given["query"], given["key"], scale, **{name: given[name] for name in keywords})
     exec(options, given)
     torch.testing.assert_close(got, given["loss"])
-    keywords = ("ids", "extra_keys", "extra_ids")
-    several = {name: given[name] for name in keywords} | {"same_id": "positive"}
+    several = {name: given[name] for name in ("ids", "extra_keys", "extra_ids")} | {"same_id": "positive"}
     exec(positives, given)
     torch.testing.assert_close(ct.info_nce(given["query"], given["key"], scale, **several), given["loss"])
     exec(queue, given)

@@ -126,6 +126,7 @@ def cross_entropies(
     query_ids: Tensor | None = None,
     key_ids: Tensor | None = None,
     same_id: SameId = "exclude",
+    in_batch_negatives: bool = True,
     extra_keys: Tensor | None = None,
     extra_ids: Tensor | None = None,
     hard_negatives: Tensor | None = None,
@@ -142,7 +143,7 @@ def cross_entropies(
     same = [torch.zeros_like(is_label)]
     if query_ids is not None and key_ids is not None:
         same = [query_ids.unsqueeze(1) == key_ids]
-    counts = [torch.ones_like(is_label)]
+    counts = [torch.ones_like(is_label) if in_batch_negatives else is_label]
     if extra_keys is not None:
         blocks.append(query @ extra_keys.T)
         counts.append(torch.ones_like(blocks[-1], dtype=torch.bool))
@@ -157,7 +158,7 @@ def cross_entropies(
     is_label = F.pad(is_label, (0, similar.shape[1] - len(key)))
     is_pos = is_label
     if same_id == "positive":
-        is_pos = is_label | alike
+        is_pos = (is_label | alike) & count
     else:
         count = count & (~alike | is_label)
     if margin is not None:
@@ -202,6 +203,7 @@ def info_nce(
     labels: Tensor | None = None,
     ids: Ids | None = None,
     same_id: SameId = "exclude",
+    in_batch_negatives: bool = True,
     margin: float | None = None,
     label_smoothing: float = 0.0,
     weights: Tensor | None = None,
@@ -211,7 +213,12 @@ def info_nce(
     """Cross-entropy of each query against all keys; `labels` (default: 0, 1, 2, ...) index the positives."""
     labels = torch.arange(len(query), device=query.device) if labels is None else labels
     of_queries, of_keys = ids if isinstance(ids, tuple) else (ids, ids)
-    options = {"same_id": same_id, "margin": margin, "label_smoothing": label_smoothing}
+    options = {
+        "same_id": same_id,
+        "in_batch_negatives": in_batch_negatives,
+        "margin": margin,
+        "label_smoothing": label_smoothing,
+    }
     rows = cross_entropies(query, key, scale, labels, query_ids=of_queries, key_ids=of_keys, **options, **negatives)  # type: ignore[arg-type]
     return reduce_rows(rows, reduction, weights)
 

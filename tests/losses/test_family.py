@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
 
 import contratile as ct
 from contratile import reference
@@ -208,6 +209,7 @@ options = st.fixed_dictionaries(
         "label_smoothing": st.sampled_from([0.1, 0.9]),
         "weights": st.just(WEIGHTS),
         "labels": st.just(LABELS_OF_QUERIES),
+        "in_batch_negatives": st.just(False),
         "reduction": st.sampled_from(["mean", "sum"]),
     },
 )
@@ -226,6 +228,8 @@ def test_options_and_their_combinations(chosen: dict[str, Any], extra: bool, har
         chosen.pop("hard_mask", None)
     if name == "clip_loss":
         chosen.pop("labels", None)
+    if name == "clip_loss" or not (extra or hard):
+        chosen.pop("in_batch_negatives", None)
     x = inputs()
     names = ["extra_keys"] * extra + ["hard_negatives"] * hard
     leaves = x[:3] + [x[3]] * extra + [x[4]] * hard
@@ -283,6 +287,48 @@ def test_weights_of_zero_drop_a_query_but_not_its_key() -> None:
     torch.testing.assert_close(ct.info_nce(q, k, s, weights=weights), rows[kept].mean())
 
 
+# --- negatives from elsewhere -------------------------------------------------------------------------------------
+
+
+def test_negatives_only_from_elsewhere() -> None:
+    """MoCo's loss, and no score of a query with the positive of another."""
+    q, k, s, extra, _ = inputs()
+    k[5] = torch.nan
+    rows = ct.info_nce(q, k, s, extra_keys=extra, in_batch_negatives=False, reduction="none")
+    assert rows[5].isnan() and rows[torch.arange(N) != 5].isfinite().all()
+    logits = s * torch.cat([(q * k).sum(1, keepdim=True), q @ extra.T], 1)
+    want = F.cross_entropy(logits, torch.zeros(N, dtype=torch.long), reduction="none")
+    torch.testing.assert_close(rows, want, equal_nan=True)
+    assert ct.info_nce(q, q, s, extra_keys=extra[:0], in_batch_negatives=False) == 0, "a queue that is still empty"
+
+
+@pytest.mark.parametrize("same_id", ["exclude", "positive"])
+def test_statistics_of_negatives_from_elsewhere(same_id: str) -> None:
+    q, k, s, extra, hard = inputs()
+    more: dict[str, Any] = {"extra_keys": extra, "extra_ids": EXTRA_IDS, "hard_negatives": hard, "hard_mask": MASK}
+    more |= {"ids": IDS, "same_id": same_id, "in_batch_negatives": False}
+    _, stats = ct.info_nce(q, k, s, **more, return_stats=True, tile=8)
+    pos = s * (q * k).sum(1)
+    scores = torch.cat([pos.unsqueeze(1), s * q @ extra.T, s * torch.einsum("nd,nhd->nh", q, hard)], 1)
+    count = torch.cat([torch.ones(N, 1, dtype=torch.bool), IDS.unsqueeze(1) != EXTRA_IDS, MASK], 1)
+    top1, rank, negative = naive_stats(scores, pos, count)
+    found = stats.row_top1, stats.row_rank, stats.negative_logit, stats.positive_logit
+    torch.testing.assert_close(found, (top1, rank, negative, pos.mean()))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"in_batch_negatives": False}, "in_batch_negatives=False: expected extra_keys= or hard_negatives= beside it"),
+        ({"in_batch_negatives": 0}, "in_batch_negatives: expected True or False, got int"),
+    ],
+)
+def test_no_negatives_at_all(options: dict[str, Any], says: str) -> None:
+    x = features(N, D, seed=1)
+    with pytest.raises((ValueError, TypeError), match=says):
+        ct.info_nce(x, x, **options)
+
+
 # --- several positives --------------------------------------------------------------------------------------------
 
 SAME = {"pairs": torch.arange(N) // 2, "some": IDS, "one": torch.zeros(N, dtype=torch.long)}
@@ -338,12 +384,14 @@ def test_several_positives_are_those_of_sup_con() -> None:
 @pytest.mark.parametrize("same_id", ["exclude", "positive"])
 @pytest.mark.parametrize("tile", [8, 64])
 def test_siglip_with_ids(tile: int, same_id: str, which: str) -> None:
-    ids, kinds = SAME[which], {"same_id": same_id}
+    ids = SAME[which]
+    kinds: dict[str, Any] = {"same_id": same_id}
     leaves = [randn(N, D, seed=n, dtype=torch.float64) for n in (1, 2)]
     numbers = [torch.tensor(x, dtype=torch.float64) for x in (1.3, -2.0)]
     for chosen in (ids, (ids, IDS)):
         exact = run(lambda *x, i=chosen: reference.siglip_loss(*x, ids=i, **kinds), *leaves, *numbers)
-        for more in ({"tile": tile}, {"backend": "dense"}, {"tile": tile, "cache_bytes": 1 << 20}):
+        several: list[dict[str, Any]] = [{"tile": tile}, {"backend": "dense"}, {"tile": tile, "cache_bytes": 1 << 20}]
+        for more in several:
             ours = run(lambda *x, i=chosen, m=more: ct.siglip_loss(*x, ids=i, **kinds, **m), *leaves, *numbers)
             assert_close(ours, exact)
 
@@ -369,9 +417,9 @@ def test_statistics_with_ids(same_id: str, name: str) -> None:
     """Ranks and negatives are those of other ids, whatever pairs of equal id are."""
     q, k, s, extra, hard = inputs()
     options: dict[str, Any] = {"ids": (IDS, KEY_IDS), "same_id": same_id}
-    numbers, bias = (s,), 0.0
+    numbers, bias = [s], 0.0
     if name == "siglip_loss":
-        numbers, bias = (s, torch.tensor(-2.0, dtype=torch.float64)), -2.0
+        numbers, bias = [s, torch.tensor(-2.0, dtype=torch.float64)], -2.0
         blocks, counts = [q @ k.T], [IDS.unsqueeze(1) != KEY_IDS]
     else:
         options |= {"extra_keys": extra, "extra_ids": EXTRA_IDS, "hard_negatives": hard, "hard_mask": MASK}

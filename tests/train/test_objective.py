@@ -90,9 +90,9 @@ def test_pairs_of_equal_id(loss: Any, same_id: Any) -> None:
     bias = (torch.tensor(-3.0),) if loss == "siglip" else ()
     facts = pair_facts(chunk(TEXTS, NAMES), "right")
     found, stats, _ = batch_loss(config, left, right, facts, scale=scale, bias=bias[0] if bias else None)
-    function = {"clip": ct.clip_loss, "infonce": ct.info_nce, "siglip": ct.siglip_loss}[loss]
+    functions: dict[str, Any] = {"clip": ct.clip_loss, "infonce": ct.info_nce, "siglip": ct.siglip_loss}
     options: dict[str, Any] = {} if same_id == "negative" else {"ids": text_ids(TEXTS), "same_id": same_id}
-    expected, wanted = function(left, right, scale, *bias, return_stats=True, **options)
+    expected, wanted = functions[loss](left, right, scale, *bias, return_stats=True, **options)
     assert torch.equal(found, expected) and stats == wanted
 
 

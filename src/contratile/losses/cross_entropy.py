@@ -4,7 +4,7 @@
 
 over the keys that count for query i: keys of all ranks, extra keys of all ranks, and its own hard negatives. Each
 source gives a log-sum-exp, and `logaddexp` joins them. With several positives (`same_id="positive"`) their mean score
-takes the place of pos_i.
+takes the place of pos_i. Without negatives from the batch, keys give no more than the positives.
 """
 
 from __future__ import annotations
@@ -46,12 +46,16 @@ def cross_entropies(
     scale = as_tensor(scale, query)  # once: the gradients from all sources of keys add up in full precision
     query_ids, key_ids = options.pair_of_ids
     x = Inputs(query, key, scale, labels=labels, query_ids=query_ids, key_ids=key_ids, stand_in=proxy)
-    stats = pair_stats(rings.keys, x, _with_sums(x, own, options))
-    assert stats.pos is not None
     spared = None
     if query_ids is not None and key_ids is not None and not options.several_positives:
         spared = query_ids == key_ids[labels]
-    rows = _tally(stats.row, stats.pos, spared)
+    if options.in_batch_negatives:
+        stats = pair_stats(rings.keys, x, _with_sums(x, own, options))
+        assert stats.pos is not None
+        rows = _tally(stats.row, stats.pos, spared)
+    else:
+        stats, rows = _positives_alone(x, spec, options)
+        assert stats.pos is not None
     if rings.extra is not None and any(rings.extra.sizes):
         rows = rows.join(_extra_keys(x, stats, options, extra, rings.extra), stats)
     elif options.extra_keys is not None:  # none on any rank: keep them in the graph
@@ -66,6 +70,18 @@ def cross_entropies(
         return Losses(losses, stats, None)
     negatives = _negatives(x, rows, stats, options, rings) if options.several_positives else None
     return Losses(losses, stats, batch_stats(rows, cols, stats, rings.keys.team, negatives))
+
+
+def _positives_alone(x: Inputs, spec: Spec, options: PairOptions) -> tuple[PairStats, Tally]:
+    """What queries read from their positives, without any other key."""
+    assert x.key is not None and x.labels is not None
+    own = x.key[: len(x.query)] if spec.paired else x.key.index_select(0, x.labels)
+    products = own_products(x.query, own.unsqueeze(1), None, x.stand_in).squeeze(1)
+    stats = PairStats(unit=1.0 if spec.backend == "dense" else spec.unit)
+    pos = stats.logits(products, x.scale)
+    level = products.detach() * torch.where(x.scale < 0, -1, 1) if spec.compares else None
+    tally = Tally(torch.zeros_like(pos), pos, torch.ones_like(pos), torch.zeros_like(pos))
+    return stats._replace(pos=pos, level=level), _without_positives(tally) if options.several_positives else tally
 
 
 def _shared_cache(spec: Spec, rings: Rings) -> tuple[Spec, Spec]:
@@ -149,10 +165,14 @@ def _negatives(x: Inputs, rows: Tally, stats: PairStats, options: PairOptions, r
     pos, others, count = stats.pos, rows.total, rows.number
     assert pos is not None and others is not None and count is not None
     exact = torch.float32 if pos.device.type == "mps" else torch.float64
-    sources = [x.keys] if options.extra_keys is None else [x.keys, options.extra_keys]
-    of_keys = rings.keys.team.sum(torch.stack([key.detach().sum(0, dtype=exact) for key in sources]).sum(0))
+    of_keys = torch.zeros(x.query.shape[1], dtype=exact, device=pos.device)
+    size = 0
+    for keys, ring in ((x.keys if options.in_batch_negatives else None, rings.keys), (options.extra_keys, rings.extra)):
+        if keys is not None and ring is not None:
+            of_keys, size = of_keys + keys.detach().sum(0, dtype=exact), size + sum(ring.sizes)
+    of_keys = rings.keys.team.sum(of_keys)
     total = stats.logits((x.query.detach().sum(0, dtype=exact) * of_keys).sum(), x.scale.detach())
-    number: Tensor | int = len(pos) * (sum(rings.keys.sizes) + (0 if rings.extra is None else sum(rings.extra.sizes)))
+    number: Tensor | int = len(pos) * size
     if options.hard_negatives is not None:
         products = own_products(x.query.detach(), options.hard_negatives.detach(), options.hard_mask)
         total = total + stats.logits(products.sum(dtype=exact), x.scale.detach())
@@ -160,7 +180,10 @@ def _negatives(x: Inputs, rows: Tally, stats: PairStats, options: PairOptions, r
         number = number + there
     if x.bias is not None:
         total = total + number * x.bias.detach()
-    return total - (pos + others).detach().sum(dtype=exact), number - (count + 1).sum()
+    positives, labelled = others, count
+    if options.in_batch_negatives:  # the labelled ones are among these keys
+        positives, labelled = pos + others, count + 1
+    return total - positives.detach().sum(dtype=exact), number - labelled.sum()
 
 
 def _hard_negatives(x: Inputs, stats: PairStats, options: PairOptions, hard: Tensor) -> Tally:

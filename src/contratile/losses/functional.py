@@ -249,6 +249,7 @@ def info_nce(
     scale: Tensor | float = 1.0,
     *,
     labels: Tensor | None = None,
+    in_batch_negatives: bool = True,
     return_stats: Literal[False] = False,
     **keywords: Unpack[PairKeywords],
 ) -> Tensor: ...
@@ -259,6 +260,7 @@ def info_nce(
     scale: Tensor | float = 1.0,
     *,
     labels: Tensor | None = None,
+    in_batch_negatives: bool = True,
     return_stats: Literal[True],
     **keywords: Unpack[PairKeywords],
 ) -> tuple[Tensor, BatchStats]: ...
@@ -271,6 +273,7 @@ def info_nce(
     labels: Tensor | None = None,
     ids: Ids | None = None,
     same_id: SameId = "exclude",
+    in_batch_negatives: bool = True,
     extra_keys: Tensor | None = None,
     extra_ids: Tensor | None = None,
     hard_negatives: Tensor | None = None,
@@ -303,6 +306,8 @@ def info_nce(
         same_id: "exclude" leaves pairs of equal id out, except a query's own positive. "positive" makes them positives
             too, extra keys included: the log-sum-exp over all keys minus the mean score of the positives, as in
             SupCon. It has no margin and no label smoothing.
+        in_batch_negatives: Use the other keys as negatives. False takes negatives only from `extra_keys` and
+            `hard_negatives`, as in MoCo, and computes no N x N scores.
         extra_keys: [E, D] more negatives of all queries: a queue, mined negatives. Each rank passes its own; all
             queries of all ranks are compared with all of them.
         extra_ids: [E] ids of the extra keys, compared with the ids of the queries.
@@ -342,7 +347,7 @@ def info_nce(
     """
     options = PairOptions(
         *(ids, same_id, extra_keys, extra_ids, hard_negatives, hard_mask),
-        *(margin, label_smoothing, weights, return_stats),
+        *(margin, label_smoothing, weights, return_stats, in_batch_negatives),
     )
     paired = labels is None
     spec = Spec(

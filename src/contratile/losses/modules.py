@@ -32,6 +32,11 @@ if TYPE_CHECKING:
         same_id: SameId
         return_stats: bool
 
+    class NegativesKeywords(ContrastKeywords, total=False):
+        """Options of `InfoNCE` that stay the same from batch to batch."""
+
+        in_batch_negatives: bool
+
 
 class _Loss(nn.Module):
     """Stores the keywords of a function; tensors of the batch are passed to the call."""
@@ -92,7 +97,7 @@ class InfoNCE(_Loss):
     Args:
         scale: A fixed scale. Pass a learned one to the call.
         keywords: Options of `info_nce` that stay the same: group, reduction, backend, tile, cache_bytes, precision,
-            ring, same_id, margin, label_smoothing, return_stats.
+            ring, same_id, in_batch_negatives, margin, label_smoothing, return_stats.
 
     Call: `loss(query, key, scale=None, labels=None, output_dict=False, **negatives)`, where `negatives` are tensors of
     the batch: ids, extra_keys, extra_ids, hard_negatives, hard_mask, weights.
@@ -102,7 +107,7 @@ class InfoNCE(_Loss):
         >>> loss = ct.InfoNCE(scale=2.0)(torch.randn(8, 4), torch.randn(12, 4))
     """
 
-    def __init__(self, scale: float = 1.0, **keywords: Unpack[ContrastKeywords]) -> None:
+    def __init__(self, scale: float = 1.0, **keywords: Unpack[NegativesKeywords]) -> None:
         super().__init__(functional.info_nce, **keywords)
         self.scale = scale
 

@@ -153,6 +153,7 @@ class PairOptions(NamedTuple):
     label_smoothing: float = 0.0
     weights: Tensor | None = None
     return_stats: bool = False
+    in_batch_negatives: bool = True
 
     @property
     def several_sources(self) -> bool:
@@ -178,6 +179,7 @@ class PairOptions(NamedTuple):
         """Refuse what cannot be used, and combinations that mean nothing."""
         self._check_ids(query, key)
         self._check_same_id()
+        self._check_in_batch_negatives()
         self._check_extra_keys(query)
         self._check_hard_negatives(query)
         self._check_margin(scale)
@@ -256,6 +258,15 @@ class PairOptions(NamedTuple):
                 expected = f"{name}= or same_id='positive'"
                 bad_value(f"same_id and {name}", expected=expected, got="both", remedy=remedy)
 
+    def _check_in_batch_negatives(self) -> None:
+        if not isinstance(self.in_batch_negatives, bool):
+            got = type(self.in_batch_negatives).__name__
+            bad_type("in_batch_negatives", expected="True or False", got=got, remedy="True uses the other keys.")
+        if not self.in_batch_negatives and not self.several_sources:
+            remedy = "Pass negatives in one of them: without any, every loss would be 0."
+            expected = "extra_keys= or hard_negatives= beside it"
+            bad_value("in_batch_negatives=False", expected=expected, got="neither", remedy=remedy)
+
     def _check_hard_negatives(self, query: Tensor) -> None:
         hard = self.hard_negatives
         if hard is None:
@@ -286,7 +297,8 @@ class PairOptions(NamedTuple):
     def named(self) -> str:
         """The options that every rank must agree on."""
         used = [name for name in ("ids", "extra_keys", "extra_ids", "weights") if getattr(self, name) is not None]
-        return f"{' '.join(used)} {self.same_id} {self.margin} {self.label_smoothing} {self.return_stats}"
+        values = self.same_id, self.in_batch_negatives, self.margin, self.label_smoothing, self.return_stats
+        return " ".join([*used, *map(str, values)])
 
 
 def check_weights(weights: Tensor, n: int, device: torch.device) -> None:
