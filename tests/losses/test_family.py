@@ -386,13 +386,14 @@ def test_several_positives_are_those_of_sup_con() -> None:
 def test_siglip_with_ids(tile: int, same_id: str, which: str) -> None:
     ids = SAME[which]
     kinds: dict[str, Any] = {"same_id": same_id}
+    loss: Loss = ct.siglip_loss
     leaves = [randn(N, D, seed=n, dtype=torch.float64) for n in (1, 2)]
     numbers = [torch.tensor(x, dtype=torch.float64) for x in (1.3, -2.0)]
     for chosen in (ids, (ids, IDS)):
         exact = run(lambda *x, i=chosen: reference.siglip_loss(*x, ids=i, **kinds), *leaves, *numbers)
         several: list[dict[str, Any]] = [{"tile": tile}, {"backend": "dense"}, {"tile": tile, "cache_bytes": 1 << 20}]
         for more in several:
-            ours = run(lambda *x, i=chosen, m=more: ct.siglip_loss(*x, ids=i, **kinds, **m), *leaves, *numbers)
+            ours = run(lambda *x, i=chosen, m=more: loss(*x, ids=i, **kinds, **m), *leaves, *numbers)
             assert_close(ours, exact)
 
 
