@@ -29,6 +29,7 @@ def pair_stats(
     key_classes: Tensor | None = None,
     query_level: Tensor | None = None,
     *,
+    key_bias: Tensor | None = None,
     reduce: Literal["lse", "softplus"] = "lse",
     rows: bool = True,
     cols: bool = True,
@@ -40,7 +41,7 @@ def pair_stats(
     same_id: SameId = "exclude",
     without_labelled: bool = False,
 ) -> dict[str, Tensor]:
-    """Statistics of the scores S = scale * Q K^T + bias over the pairs that count, natural logarithm.
+    """Statistics of the scores S = scale * Q K^T + bias + key_bias over the pairs that count, natural logarithm.
 
     row [N], col [M]            log-sum-exps, or row sums of softplus(S) with positives' softplus(-S)
     pos [N]                     S[i, labels_i], wherever labels are given
@@ -58,6 +59,7 @@ def pair_stats(
     products = query @ key.T
     similar = scale * products
     every = similar if bias is None else similar + bias
+    every = every if key_bias is None else every + key_bias
     order = torch.where(torch.as_tensor(scale) < 0, -products, products).detach()
     is_pos = torch.zeros_like(every, dtype=torch.bool)
     out: dict[str, Tensor] = {}
@@ -131,6 +133,9 @@ def cross_entropies(
     extra_ids: Tensor | None = None,
     hard_negatives: Tensor | None = None,
     hard_mask: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    extra_bias: Tensor | None = None,
+    hard_bias: Tensor | None = None,
     margin: float | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
@@ -139,6 +144,7 @@ def cross_entropies(
     Keys of a query's id do not count, or are positives too: then the target is the mean of the positives' scores.
     """
     blocks = [query @ key.T]
+    biases = [torch.zeros_like(blocks[0]) if key_bias is None else key_bias.expand_as(blocks[0])]
     is_label = F.one_hot(labels, len(key)).bool()
     same = [torch.zeros_like(is_label)]
     if query_ids is not None and key_ids is not None:
@@ -146,12 +152,14 @@ def cross_entropies(
     counts = [torch.ones_like(is_label) if in_batch_negatives else is_label]
     if extra_keys is not None:
         blocks.append(query @ extra_keys.T)
+        biases.append(torch.zeros_like(blocks[-1]) if extra_bias is None else extra_bias.expand_as(blocks[-1]))
         counts.append(torch.ones_like(blocks[-1], dtype=torch.bool))
         same.append(~counts[-1])
         if query_ids is not None and extra_ids is not None:
             same[-1] = query_ids.unsqueeze(1) == extra_ids
     if hard_negatives is not None:
         blocks.append(torch.einsum("nd,nhd->nh", query, hard_negatives))
+        biases.append(torch.zeros_like(blocks[-1]) if hard_bias is None else hard_bias)
         counts.append(torch.ones_like(blocks[-1], dtype=torch.bool) if hard_mask is None else hard_mask)
         same.append(torch.zeros_like(counts[-1]))
     similar, count, alike = torch.cat(blocks, 1), torch.cat(counts, 1), torch.cat(same, 1)
@@ -164,9 +172,10 @@ def cross_entropies(
     if margin is not None:
         level = similar.gather(1, labels.unsqueeze(1))
         count = count & ((similar <= level - margin) | is_label)
-    lse = (scale * similar).masked_fill(~count, -INF).logsumexp(1)
-    mean = scale * (similar * count).sum(1) / count.sum(1)
-    pos = scale * (similar * is_pos).sum(1) / is_pos.sum(1)
+    scores = scale * similar + torch.cat(biases, 1)
+    lse = scores.masked_fill(~count, -INF).logsumexp(1)
+    mean = (scores * count).sum(1) / count.sum(1)
+    pos = (scores * is_pos).sum(1) / is_pos.sum(1)
     return lse - (1 - label_smoothing) * pos - label_smoothing * mean
 
 
@@ -185,7 +194,7 @@ def clip_loss(
 ) -> Tensor:
     """Half the cross-entropy of each image against all texts plus half that of each text against all images.
 
-    `negatives` belong to the images: extra_keys, extra_ids, hard_negatives, hard_mask.
+    `negatives` belong to the images: extra_keys, extra_ids, hard_negatives, hard_mask, and the biases of texts.
     """
     labels = torch.arange(len(image), device=image.device)
     of_images, of_texts = ids if isinstance(ids, tuple) else (ids, ids)

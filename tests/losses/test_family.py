@@ -183,6 +183,7 @@ EXTRA_IDS = ids_of(E, 9, 3)
 MASK = torch.rand(N, H, generator=torch.Generator().manual_seed(4)) > 0.4
 WEIGHTS = torch.rand(N, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 LABELS_OF_QUERIES = ids_of(N, N, 6)
+HARD_BIAS = randn(N, H, seed=8, dtype=torch.float64)
 
 
 def assert_close(ours: Any, oracle: Any, rtol: float = 1e-11) -> None:
@@ -209,15 +210,25 @@ options = st.fixed_dictionaries(
         "label_smoothing": st.sampled_from([0.1, 0.9]),
         "weights": st.just(WEIGHTS),
         "labels": st.just(LABELS_OF_QUERIES),
+        "hard_bias": st.just(HARD_BIAS),
         "in_batch_negatives": st.just(False),
         "reduction": st.sampled_from(["mean", "sum"]),
     },
 )
 
 
-@given(options, st.booleans(), st.booleans(), st.sampled_from([1, 8, 64]), st.sampled_from(["clip_loss", "info_nce"]))
+@given(
+    options,
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([1, 8, 64]),
+    st.sampled_from(["clip_loss", "info_nce"]),
+)
 @settings(deadline=None, max_examples=150)
-def test_options_and_their_combinations(chosen: dict[str, Any], extra: bool, hard: bool, tile: int, name: str) -> None:
+def test_options_and_their_combinations(
+    chosen: dict[str, Any], extra: bool, hard: bool, bias: bool, tile: int, name: str
+) -> None:
     if "margin" in chosen:
         chosen.pop("label_smoothing", None)
     if not extra or "ids" not in chosen:
@@ -226,13 +237,18 @@ def test_options_and_their_combinations(chosen: dict[str, Any], extra: bool, har
         chosen.pop("same_id", None)
     if not hard:
         chosen.pop("hard_mask", None)
+        chosen.pop("hard_bias", None)
+    if "hard_bias" in chosen or bias:
+        chosen.pop("label_smoothing", None)
+        chosen.pop("same_id", None)
     if name == "clip_loss":
         chosen.pop("labels", None)
     if name == "clip_loss" or not (extra or hard):
         chosen.pop("in_batch_negatives", None)
     x = inputs()
-    names = ["extra_keys"] * extra + ["hard_negatives"] * hard
-    leaves = x[:3] + [x[3]] * extra + [x[4]] * hard
+    names = ["extra_keys"] * extra + ["hard_negatives"] * hard + ["key_bias"] * bias + ["extra_bias"] * (bias and extra)
+    biases = [randn(N, seed=9, dtype=torch.float64), randn(E, seed=10, dtype=torch.float64)][: 1 + extra]
+    leaves = x[:3] + [x[3]] * extra + [x[4]] * hard + biases * bias
 
     def loss(function: Loss, **more: Any) -> Callable[..., Tensor]:
         return lambda q, k, s, *others: function(q, k, s, **chosen, **dict(zip(names, others, strict=True)), **more)

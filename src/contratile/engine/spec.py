@@ -20,12 +20,13 @@ SAME_ID: tuple[str, ...] = get_args(SameId)
 
 
 class Inputs(NamedTuple):
-    """The tensors of a call. Gradients exist for query, key, scale, bias and stand_in."""
+    """The tensors of a call. Gradients exist for query, key, scale, bias, key_bias and stand_in."""
 
     query: Tensor  # [N, D]
     key: Tensor | None  # [M, D]; None: the keys are the queries
     scale: Tensor  # 0-d
     bias: Tensor | None = None  # 0-d
+    key_bias: Tensor | None = None  # [M] added to all scores of a key; log-sum-exps of two sets only
     labels: Tensor | None = None  # [N] index of each query's positive key
     query_ids: Tensor | None = None  # [N]
     key_ids: Tensor | None = None  # [M] for pairs of equal id, see `Spec.same_id`
@@ -46,15 +47,17 @@ class Wanted(NamedTuple):
     key: bool
     scale: bool
     bias: bool
+    key_bias: bool = False
 
 
 class InputGrads(NamedTuple):
-    """The gradients of the inputs; None where not wanted."""
+    """The gradients of the inputs; None where not wanted. The first fields of `Inputs`, in their order."""
 
     query: Tensor | None
     key: Tensor | None
     scale: Tensor | None
     bias: Tensor | None
+    key_bias: Tensor | None = None
 
 
 class Spec(NamedTuple):
@@ -135,7 +138,7 @@ class SideStats(NamedTuple):
 
     total: Tensor | None = None  # log-sum-exps, or sums of softplus
     slack: Tensor | None = None  # exp(total) / true sum, close to 1: see `Stats.finish`
-    sums: Tensor | None = None  # sums of scores (without bias), as `Spec.sums` says
+    sums: Tensor | None = None  # sums of scores (without biases), as `Spec.sums` says
     counts: Tensor | None = None  # number of those pairs
     higher: Tensor | None = None  # number of pairs above the positive
     equal: Tensor | None = None  # number of pairs equal to the positive
@@ -161,6 +164,10 @@ class PairStats(NamedTuple):
     def logits(self, products: Tensor, scale: Tensor) -> Tensor:
         """The scores of some products, in the same unit."""
         return products * (scale / self.unit)
+
+    def of_nats(self, nats: Tensor) -> Tensor:
+        """Nats in the same unit."""
+        return nats if self.unit == 1 else nats / self.unit
 
     def logaddexp(self, a: Tensor, b: Tensor) -> Tensor:
         return torch.logaddexp(a, b) if self.unit == 1 else torch.logaddexp2(a, b)

@@ -45,14 +45,21 @@ def cross_entropies(
         query = query.detach()
     scale = as_tensor(scale, query)  # once: the gradients from all sources of keys add up in full precision
     query_ids, key_ids = options.pair_of_ids
-    x = Inputs(query, key, scale, labels=labels, query_ids=query_ids, key_ids=key_ids, stand_in=proxy)
+    x = Inputs(
+        *(query, key, scale),
+        key_bias=options.key_bias,
+        labels=labels,
+        query_ids=query_ids,
+        key_ids=key_ids,
+        stand_in=proxy,
+    )
     spared = None
     if query_ids is not None and key_ids is not None and not options.several_positives:
         spared = query_ids == key_ids[labels]
     if options.in_batch_negatives:
         stats = pair_stats(rings.keys, x, _with_sums(x, own, options))
         assert stats.pos is not None
-        rows = _tally(stats.row, stats.pos, spared)
+        rows = _tally(stats.row, stats.pos, spared, _without_bias(stats, x))
     else:
         stats, rows = _positives_alone(x, spec, options)
         assert stats.pos is not None
@@ -62,13 +69,14 @@ def cross_entropies(
         rows = rows._replace(above=rows.above + options.extra_keys.to(stats.pos.dtype).sum())
     if options.hard_negatives is not None:
         rows = rows.join(_hard_negatives(x, stats, options, options.hard_negatives), stats)
-    cols = _tally(stats.col, stats.pos, spared) if spec.cols else None
+    cols = _tally(stats.col, stats.pos, spared, _without_bias(stats, x)) if spec.cols else None
     losses = _loss(rows, stats.pos, options)
     if cols is not None:
         losses = losses + _loss(cols, stats.pos, options)
     if not options.return_stats:
         return Losses(losses, stats, None)
     negatives = _negatives(x, rows, stats, options, rings) if options.several_positives else None
+    stats = stats._replace(pos=_without_bias(stats, x))
     return Losses(losses, stats, batch_stats(rows, cols, stats, rings.keys.team, negatives))
 
 
@@ -79,6 +87,8 @@ def _positives_alone(x: Inputs, spec: Spec, options: PairOptions) -> tuple[PairS
     products = own_products(x.query, own.unsqueeze(1), None, x.stand_in).squeeze(1)
     stats = PairStats(unit=1.0 if spec.backend == "dense" else spec.unit)
     pos = stats.logits(products, x.scale)
+    if x.key_bias is not None:
+        pos = pos + stats.of_nats(x.key_bias.to(pos.dtype).index_select(0, x.labels))
     level = products.detach() * torch.where(x.scale < 0, -1, 1) if spec.compares else None
     tally = Tally(torch.zeros_like(pos), pos, torch.ones_like(pos), torch.zeros_like(pos))
     return stats._replace(pos=pos, level=level), _without_positives(tally) if options.several_positives else tally
@@ -111,14 +121,24 @@ def as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
     return torch.scalar_tensor(value, dtype=dtype, device=like.device)
 
 
-def _tally(side: SideStats, pos: Tensor, spared: Tensor | None, *, own: bool = True) -> Tally:
+def _without_bias(stats: PairStats, x: Inputs) -> Tensor:
+    """The positives' scores as sums have them."""
+    assert stats.pos is not None and x.labels is not None
+    return stats.pos if x.key_bias is None else stats.pos - stats.of_nats(x.key_bias.detach()[x.labels])
+
+
+def _tally(
+    side: SideStats, pos: Tensor, spared: Tensor | None, plain: Tensor | None = None, *, own: bool = True
+) -> Tally:
     """One side of the statistics.
 
-    Sums over keys of another id lack the positives of the same id (`spared`). `own`: the positives are among the keys.
+    Sums over keys of another id lack the positives of the same id (`spared`): these are added, without bias (`plain`).
+    `own`: the positives are among the keys.
     """
     total, count = side.sums, side.counts
     if total is not None and count is not None and spared is not None:
-        total, count = total + torch.where(spared, pos, 0), count + spared
+        assert plain is not None
+        total, count = total + torch.where(spared, plain, 0), count + spared
     return Tally(lse_above(pos, side, floor=own), total, count, side.higher)
 
 
@@ -143,6 +163,7 @@ def _extra_keys(x: Inputs, stats: PairStats, options: PairOptions, spec: Spec, r
     given = options.extra_ids is not None
     more = x._replace(
         key=options.extra_keys,
+        key_bias=options.extra_bias,
         labels=None,
         query_ids=x.query_ids if given else None,
         key_ids=options.extra_ids.long() if options.extra_ids is not None else None,
@@ -200,6 +221,8 @@ def _hard_negatives(x: Inputs, stats: PairStats, options: PairOptions, hard: Ten
         if options.margin is not None:
             counts = counts & (rising <= stats.level.unsqueeze(1) - options.margin)
     # A finite floor, not -inf: a query whose every negative is masked has a gradient of 0 here, not NaN.
+    if options.hard_bias is not None:
+        scores = scores + stats.of_nats(options.hard_bias.to(scores.dtype))
     floor = torch.finfo(scores.dtype).min / 2
     above = torch.where(counts, scores - stats.pos.unsqueeze(1), floor)
     tally = Tally(stats.logsumexp(above, 1), total, number, higher)

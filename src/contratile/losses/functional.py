@@ -56,6 +56,9 @@ class PairKeywords(Keywords, total=False):
     extra_ids: Tensor | None
     hard_negatives: Tensor | None
     hard_mask: Tensor | None
+    key_bias: Tensor | None
+    extra_bias: Tensor | None
+    hard_bias: Tensor | None
     margin: float | None
     label_smoothing: float
     weights: Tensor | None
@@ -150,6 +153,9 @@ def clip_loss(
     extra_ids: Tensor | None = None,
     hard_negatives: Tensor | None = None,
     hard_mask: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    extra_bias: Tensor | None = None,
+    hard_bias: Tensor | None = None,
     margin: float | None = None,
     label_smoothing: float = 0.0,
     weights: Tensor | None = None,
@@ -184,6 +190,11 @@ def clip_loss(
         extra_ids: [E] ids of the extra keys, compared with the ids of the images.
         hard_negatives: [N, H, D] texts that are negatives of one image each.
         hard_mask: [N, H] bool, False where a hard negative is padding.
+        key_bias: [N] numbers added to the scaled scores of each text, with a gradient if they need one. -log q, where q
+            is how often a text occurs in batches, corrects for that (logQ). It cancels where texts are compared with
+            images. Statistics and margins go by similarities, without biases.
+        extra_bias: [E] the same for the extra keys.
+        hard_bias: [N, H] the same for the hard negatives.
         margin: Drop negatives more similar than the positive minus this margin (before the scale): they are probably
             false negatives.
         label_smoothing: Share of the target that is spread evenly over all keys that count.
@@ -219,6 +230,7 @@ def clip_loss(
     options = PairOptions(
         *(ids, same_id, extra_keys, extra_ids, hard_negatives, hard_mask),
         *(margin, label_smoothing, weights, return_stats),
+        *(True, key_bias, extra_bias, hard_bias),
     )
     spec = Spec(
         paired=True,
@@ -278,6 +290,9 @@ def info_nce(
     extra_ids: Tensor | None = None,
     hard_negatives: Tensor | None = None,
     hard_mask: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    extra_bias: Tensor | None = None,
+    hard_bias: Tensor | None = None,
     margin: float | None = None,
     label_smoothing: float = 0.0,
     weights: Tensor | None = None,
@@ -313,6 +328,11 @@ def info_nce(
         extra_ids: [E] ids of the extra keys, compared with the ids of the queries.
         hard_negatives: [N, H, D] negatives of one query each.
         hard_mask: [N, H] bool, False where a hard negative is padding.
+        key_bias: [M] numbers added to the scaled scores of each key, with a gradient if they need one. -log q, where q
+            is how often a key occurs in batches, corrects for that (logQ). Statistics and margins go by
+            similarities, without biases.
+        extra_bias: [E] the same for the extra keys.
+        hard_bias: [N, H] the same for the hard negatives.
         margin: Drop negatives more similar than the positive minus this margin (before the scale): they are probably
             false negatives.
         label_smoothing: Share of the target that is spread evenly over all keys that count.
@@ -348,6 +368,7 @@ def info_nce(
     options = PairOptions(
         *(ids, same_id, extra_keys, extra_ids, hard_negatives, hard_mask),
         *(margin, label_smoothing, weights, return_stats, in_batch_negatives),
+        *(key_bias, extra_bias, hard_bias),
     )
     paired = labels is None
     spec = Spec(
@@ -674,7 +695,7 @@ def siglip_loss(
     shift = as_tensor(bias, image)
     labels = torch.arange(len(image), device=image.device)
     query_ids, key_ids = options.pair_of_ids
-    x = Inputs(image, text, as_tensor(scale, image), shift, labels, query_ids, key_ids)
+    x = Inputs(image, text, as_tensor(scale, image), shift, labels=labels, query_ids=query_ids, key_ids=key_ids)
     stats = pair_stats(rings.keys, x, spec)
     assert stats.row.total is not None
     loss = call.reduce(stats.row.total, stats, rings.keys)

@@ -28,6 +28,7 @@ def pair_stats(x: Inputs, spec: Spec) -> PairStats:
             None if x.key is None else x.key.to(acc),
             x.scale,
             x.bias,
+            key_bias=x.key_bias,
             labels=x.labels,
             query_ids=x.query_ids,
             key_ids=x.key_ids,

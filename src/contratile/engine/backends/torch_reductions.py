@@ -138,7 +138,7 @@ class LseReader:
     """
 
     def __init__(
-        self, rule: PairRule, row: Sums | None, col: Sums | None, score_: Callable[[Tensor], Tensor] | None = None
+        self, rule: PairRule, row: Sums | None, col: Sums | None, score_: Callable[[Tensor, Tile], Tensor] | None = None
     ) -> None:
         """With limits, tiles are products, and `score_` turns those that count into scores."""
         self.rule, self.row, self.col, self.score_ = rule, row, col, score_
@@ -186,7 +186,7 @@ class LseReader:
         for at, true in zip(self.rule.places(out, tile), self.rule.places(s_RC, tile), strict=True):
             at.put_(true.get())
         assert self.score_ is not None
-        return self.score_(out)
+        return self.score_(out, tile)
 
     def parts(self) -> tuple[SideParts, SideParts]:
         row, col = (SideParts() if x is None else SideParts(*x.finish(self.shift)) for x in (self.row, self.col))
@@ -236,11 +236,12 @@ class LseWeights:
         pos_grad: Tensor | None,
         mirrored: bool,
         factor: Tensor | None = None,
+        col_bias: Tensor | None = None,
     ) -> None:
         """`pos` are the scores of the rows' positives, `pos_grad` the gradient of these scores.
         `mirrored`: scores are symmetric, so rows are columns too. With limits, tiles are products, and `factor` times
-        the products are the scores."""
-        self.row, self.col, self.factor = row, col, factor
+        the products plus `col_bias` are the scores."""
+        self.row, self.col, self.factor, self.col_bias = row, col, factor, col_bias
         labels = rule.labels
         if labels is None or pos is None:
             return
@@ -284,6 +285,8 @@ class LseWeights:
         for (dim, side, index), out in reversed(list(zip(sides, (g_RC, spare_RC), strict=False))):
             dropped = None if side.limit is None else s_RC > part(side.limit, index).unsqueeze(dim)
             scaled_RC = s_RC if self.factor is None else torch.mul(s_RC, self.factor, out=out)
+            if self.factor is not None and self.col_bias is not None:
+                scaled_RC = scaled_RC.add_(part(self.col_bias, tile.cols))
             _exp2(scaled_RC, part(side.lse2, index).unsqueeze(dim), out).mul_(part(side.grad, index).unsqueeze(dim))
             if dropped is not None:
                 out.masked_fill_(dropped, 0)

@@ -132,6 +132,7 @@ def forward_tiles(
     key,  # [M, D]
     alpha,  # 0-d
     bias,  # 0-d
+    col_bias,  # [M]
     labels,  # [N]
     label_low,  # [row blocks]
     label_high,
@@ -206,6 +207,8 @@ def forward_tiles(
     offset = 0.0
     if bias is not None:
         offset = tl.load(bias)
+    if col_bias is not None:
+        of_cols = tl.load(col_bias + tl.minimum(col, M - 1))
     marked = tl.full([], 0, tl.int32)
     if CAREFUL and not SOFTPLUS:
         marked = tl.load(marks + program)
@@ -337,6 +340,8 @@ def forward_tiles(
                     total += folded(value, DOWN, PAIR, BLOCK_M, BLOCK_N)
             elif CAREFUL:
                 s = dots * size
+                if col_bias is not None:
+                    s += of_cols[None, :]
                 if row_total is not None:
                     kept = dropped_above(s, dots, row_cut, float("-inf"))
                     highest = tl.maximum(tl.max(kept, 1), LOWEST)
@@ -351,8 +356,13 @@ def forward_tiles(
                 if shift == LOWEST:
                     # Not the maximum of dots * size, which would keep the product and the shift below from being fused.
                     highest = tl.maximum(tl.max(tl.max(dots, 1), 0) * size, tl.min(tl.min(dots, 1), 0) * size)
+                    if col_bias is not None:
+                        highest += tl.max(of_cols, 0)
                     shift = tl.maximum(highest, LOWEST)
-                e = tl.exp2(dots * size - shift)
+                if col_bias is not None:
+                    e = tl.exp2(dots * size + (of_cols - shift)[None, :])
+                else:
+                    e = tl.exp2(dots * size - shift)
                 if row_total is not None:
                     found = tl.sum(dropped_above(e, dots, row_cut, 0.0), 1)
                     bad = bad | out_of_range(found, DOWN, PAIR, BLOCK_M)

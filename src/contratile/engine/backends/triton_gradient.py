@@ -71,6 +71,7 @@ def gradient_tiles(
     key,  # [M, D]
     alpha,  # 0-d
     bias,  # 0-d
+    col_bias,  # [M]
     labels,  # [N]
     label_low,  # [row blocks]
     label_high,
@@ -214,20 +215,26 @@ def gradient_tiles(
         elif col_grad is not None:
             g = g * tl.load(col_grad + at_col)[None, :]
     elif row_far is not None and not CAREFUL:
-        e = tl.exp2(dots * size - tl.load(shift))
+        if col_bias is not None:
+            e = tl.exp2(dots * size + (tl.load(col_bias + at_col) - tl.load(shift))[None, :])
+        else:
+            e = tl.exp2(dots * size - tl.load(shift))
         # Addresses with a common start: a thread reads its columns at constant distances.
         of_rows = tl.load((row_weight + top) + tl.arange(0, BLOCK_M))
         of_cols = tl.load((col_weight + left) + tl.arange(0, BLOCK_N))
         g = e * (of_rows[:, None] + of_cols[None, :])
     else:
         g = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        s = dots * size
+        if col_bias is not None:
+            s += tl.load(col_bias + at_col)[None, :]
         if row_grad is not None:
-            share = tl.load(row_grad + at_row)[:, None] * tl.exp2(dots * size - tl.load(row_lse + at_row)[:, None])
+            share = tl.load(row_grad + at_row)[:, None] * tl.exp2(s - tl.load(row_lse + at_row)[:, None])
             if row_limit is not None:
                 share = tl.where(dots <= tl.load(row_limit + at_row)[:, None], share, 0.0)
             g += share
         if col_grad is not None:
-            share = tl.load(col_grad + at_col)[None, :] * tl.exp2(dots * size - tl.load(col_lse + at_col)[None, :])
+            share = tl.load(col_grad + at_col)[None, :] * tl.exp2(s - tl.load(col_lse + at_col)[None, :])
             if col_limit is not None:
                 share = tl.where(dots <= tl.load(col_limit + at_col)[None, :], share, 0.0)
             g += share
