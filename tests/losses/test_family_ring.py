@@ -108,6 +108,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "label_smoothing": {"label_smoothing": 0.2},
     "positives": {"same_id": "positive"},
     "elsewhere": {"in_batch_negatives": False},
+    "biases": {},
 }
 
 
@@ -123,6 +124,11 @@ def option_errors(name: str, which: str, sizes: tuple[int, ...], tile: int) -> l
     def loss(function: Callable[..., Tensor], deal: Callable[[Tensor, tuple[int, ...]], Tensor], **more: Any) -> Any:
         options = {"ids": deal(ids, sizes), "weights": deal(weights, sizes), "hard_mask": deal(mask, sizes)}
         options["extra_ids"] = deal(extra_ids, extras)
+        if which == "biases":
+            options["key_bias"], options["extra_bias"] = (
+                deal(features(n, 5)[:, 0], sizes),
+                deal(weights[: sum(extras)], extras),
+            )
         return lambda q, k, e, h, s: function(
             q, k, s, extra_keys=e, hard_negatives=h, **options, **OPTIONS[which], **more
         )

@@ -31,6 +31,7 @@ CALLS: dict[str, Spec] = {
     "metrics": Spec(ranks=True, ties=True),
     "cache": Spec(cache_bytes=32 << 20),
     "positives": Spec(ranks=True, same_id="positive", sums="same"),
+    "biases": Spec(ranks=True, sums="all", col_sums=False),
     "softplus, positives": Spec("softplus", cols=False, same_id="positive"),
 }
 """What the losses ask for, by name."""
@@ -64,6 +65,7 @@ def inputs_of(name: str, n: int, d: int, dtype: torch.dtype) -> Inputs:
         key=None if name in ONE_SET else k,
         scale=torch.empty((), device=META),
         bias=torch.empty((), device=META) if softplus else None,
+        key_bias=torch.empty(n, device=META) if name == "biases" else None,
         labels=None if name == "sup_con" else labels,
         query_ids=ids if name in IDS else None,
         key_ids=ids if name in IDS else None,
@@ -78,7 +80,7 @@ def run_step(name: str, n: int, d: int, dtype: torch.dtype, precision: str | Non
     x = inputs_of(name, n, d, dtype)
     ring = Ring.flat(ALONE, (n,), total=n)
     results = passes.forward(ring, x, spec)
-    wanted = Wanted(True, x.key is not None, True, x.bias is not None)
+    wanted = Wanted(True, x.key is not None, True, x.bias is not None, x.key_bias is not None)
     given = results
     if spec.ranks or name == "metrics":  # statistics have no gradient
         given = results._replace(row=results.row._replace(sums=None), col=results.col._replace(sums=None))

@@ -20,6 +20,8 @@ N, D = 34, 19
 IDS = torch.arange(N) // 2
 EXTRA, HARD = numbers(21, D, seed=5, kind="ieee"), numbers(N * 2, D, seed=6, kind="ieee").view(N, 2, D)
 
+BIAS = torch.linspace(-4, 3, N)
+
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "clip": lambda q, k, s, **how: ct.clip_loss(q, k, s, **how),
     "clip with options": lambda q, k, s, **how: ct.clip_loss(
@@ -33,6 +35,17 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     ),
     "clip, several positives": lambda q, k, s, **how: ct.clip_loss(
         *(q, k, s), ids=IDS, same_id="positive", extra_keys=EXTRA.bfloat16().to(q), extra_ids=torch.arange(21), **how
+    ),
+    "clip with biases": lambda q, k, s, **how: ct.clip_loss(
+        *(q, k, s),
+        key_bias=BIAS + (k.to(s.dtype) ** 2).sum(1),
+        ids=IDS,
+        extra_keys=EXTRA.bfloat16().to(q),
+        extra_bias=BIAS[:21],
+        **how,
+    ),
+    "info_nce with biases and a margin": lambda q, k, s, **how: ct.info_nce(
+        *(q, k, s), labels=(torch.arange(N) * 5) % N, key_bias=(k.to(s.dtype) ** 2).sum(1), margin=0.1, **how
     ),
     "info_nce": lambda q, k, s, **how: ct.info_nce(q, k, s, labels=(torch.arange(N) * 5) % N, **how),
     "info_nce, several positives": lambda q, k, s, **how: ct.info_nce(
