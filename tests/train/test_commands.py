@@ -108,7 +108,7 @@ def test_a_run_that_went_on_has_no_weights_for_its_old_gallery(
     assert main(["search", str(copy), "red"]) == 2
     told = capsys.readouterr().err
     assert (
-        "step-00000008: expected a folder, got nothing there. The run has" in told
+        "step-00000008: expected a folder, got none. The run has" in told
         and "writes its gallery again at its end" in told
     )
 
@@ -223,6 +223,29 @@ def test_several_queries_stay_several(run: Path, tmp_path: Path, capsys: pytest.
     for words, told in (([], "got nothing"), (["--queries", "red", " "], "got ' '")):
         assert main(["search", str(run), *words]) == 2
         assert f"query: expected a text, or the path of a picture, {told}" in capsys.readouterr().err
+
+
+def test_the_contact_sheet_is_refused_before_the_search(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No ending is silently a PNG, and nothing is opened for a name that cannot be written."""
+    (tmp_path / "file").write_text("")
+    nowhere = str(tmp_path / "no-run")
+    for name, told in (
+        ("found.txt", "expected the name of a picture that ends in .png, got "),
+        ("found", "expected the name of a picture that ends in .png, got "),
+        ("found.jpg", "The contact sheet is a PNG: choose a name such as found.png"),
+        ("file/found.png", "expected a folder to write to, got "),
+    ):
+        assert main(["search", nowhere, "red", "--out", str(tmp_path / name)]) == 2
+        err = capsys.readouterr().err
+        assert "--out: " in err and told in err and "no-run" not in err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert main(["search", str(run), "red", "--out", str(tmp_path / "new" / "folder" / "Found.PNG")]) == 0
+    assert (tmp_path / "new" / "folder" / "Found.PNG").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr("contratile.train.gallery_search.encode_queries", None)
+    assert main(["search", str(run), "red-line-1.png", "--among", "right", "--out", str(tmp_path / "x.png")]) == 2
+    assert "--out: expected a search that finds images" in capsys.readouterr().err
 
 
 def test_pictures_are_queries_too(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
