@@ -46,6 +46,7 @@ def test_a_run_leaves_its_files(run: Path) -> None:
     with Image.open(run / "contact_sheet.png") as sheet:
         assert sheet.size[0] > 200
     page = (run / "report.html").read_text(encoding="utf-8")
+    assert "<h1>Training report: tiny encoders on pairs.csv</h1>" in page
     assert "data:image/png;base64," in page and "a dense loss would have taken" in page
 
 

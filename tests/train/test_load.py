@@ -1,6 +1,7 @@
 """Runs that cannot be used: damaged checkpoints and weights that are not finite, with what one can do about it."""
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +132,12 @@ def test_features_whose_weights_are_gone(run: Path, tmp_path: Path, capsys: Any)
         err = capsys.readouterr().err
         assert "step-00000007: expected a folder, got none. The run has step-00000009. Name a copy of the run" in err
         assert "with --run, or embed the data again" in err and "--weights" not in err and "gallery" not in err
+
+
+def test_an_export_says_what_a_package_is_needed_for(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["export", str(run), "--to", "transformers", "--out", str(tmp_path / "out")]) == 2
+    assert "transformers is needed for export to transformers: pip install transformers" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

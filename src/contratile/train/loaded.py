@@ -240,7 +240,7 @@ def _unit(name: str, features: Tensor) -> Tensor:
         row = int(wrong[0, 0])
         bad_value(f"row {row} of {name}", expected="finite numbers", got=float(largest[row]), remedy="Leave it out.")
     scaled = features / largest.masked_fill(largest == 0, 1)
-    lengths = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
+    lengths: Tensor = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
     return scaled / lengths.clamp(min=1)  # rows below 1 are zero
 
 

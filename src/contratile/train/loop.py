@@ -109,7 +109,7 @@ class Trainer(PreparedRun):
         held_out = None
         # The loader closes last: a stuck worker must not prevent the final checkpoint.
         with (
-            signals() as received,
+            signals(tell=self.main) as received,
             closing(iter(self.loader)) as batches,
             self._tracker() as tracker,
         ):
