@@ -347,7 +347,7 @@ def test_hard_negatives_of_texts(tmp_path: Path) -> None:
     assert table(file, num_negatives=3).traits.negatives_count == 3
     # A tokenizer is the same with and without negatives.
     for options in ({}, {"num_negatives": 0}, {"negatives": ["far"]}):
-        texts = list(Table(file, "train", test_share=None, **options).texts())  # type: ignore[arg-type]
+        texts = list(Table(file, "train", test_share=None, **options).texts())
         assert texts == ["q", "a", "r", "b", "s", "c"]
     with pytest.raises(ValueError, match="negatives: expected columns beside the pair's own, got 'answer'"):
         table(file, negatives=["answer"])

@@ -163,6 +163,36 @@ def test_the_page_loads_nothing_from_elsewhere(pictures: Finder, serving: Start)
     assert json.loads(ask(server, "GET", "/health")[2]) == {"status": "ok"}
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ('"><script>alert(1)</script>', "&quot;&gt;&lt;script&gt;alert(1)&lt;/script&gt;"),
+        ("$style \x1b[2J\n${limit}", "$style  ${limit}"),
+        ("w" * 300, "w" * 59 + "…"),
+    ],
+)
+def test_the_search_field_shows_a_text_of_the_corpus_and_it_stays_text(
+    pictures: Finder, serving: Start, text: str, shown: str
+) -> None:
+    gallery = gallery_of(pictures)
+    hostile = GalleryCorpus(gallery._replace(texts=[text, *gallery.texts[1:]]))
+    page = ask(serving(Finder(hostile, pictures.towers, "x")), "GET", "/")[2].decode()
+    assert f'placeholder="for example: {shown}"' in page and page.count("<script>") == 1
+
+
+def test_the_example_is_of_the_side_that_is_asked(pairs: Finder, views: Finder, serving: Start) -> None:
+    assert pairs.example() == gallery_of(pairs).names[0] and views.example() == ""
+    assert 'placeholder=""' in ask(serving(views), "GET", "/")[2].decode()
+
+
+def test_a_corpus_that_cannot_be_read_has_no_example(pictures: Finder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise OSError("gone")
+
+    monkeypatch.setattr(pictures.corpus, "hit", fails)
+    assert pictures.example() == ""
+
+
 # --- refusals -----------------------------------------------------------------------------------------------------
 
 
@@ -400,6 +430,22 @@ def test_a_port_that_is_taken_or_impossible(pictures: Finder, monkeypatch: pytes
         make_server(pictures, port=70000)
     with pytest.raises(ValueError, match="host: expected an address of this machine"):
         make_server(pictures, host="no.such.host.invalid", port=0)
+
+
+def test_the_command_tells_that_the_port_is_taken(
+    pictures: Finder, pictures_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(server: Server) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Server, "serve_forever", interrupted)
+    with make_server(pictures, port=0) as first:
+        monkeypatch.setattr(serving_module, "PORT", first.server_port)
+        assert main(["serve", str(pictures_run)]) == main(["serve", str(pictures_run), "--port", "0"]) == 0
+    lines = capsys.readouterr().out.split("\n")
+    told = [line for line in lines if "is taken" in line]
+    port = next(line for line in lines if line.startswith("open ")).split(":")[2].partition("/")[0]
+    assert told == [f"port {first.server_port} is taken: using {port} (--port chooses another)"]
 
 
 def test_a_run_without_a_gallery_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
