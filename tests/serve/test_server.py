@@ -18,6 +18,7 @@ import torch
 
 from contratile.cli import main
 from contratile.data.images import decode
+from contratile.report.corpus import find, sheet_rows
 from contratile.report.gallery import load_gallery
 from contratile.report.gallery_corpus import GalleryCorpus, found_rows
 from contratile.serve import Finder, Server, make_server
@@ -141,6 +142,16 @@ def test_a_thumbnail_that_is_no_picture_is_not_sent(pictures: Finder, serving: S
     hostile = [b"<script>alert(1)</script>", *gallery.pictures[1:]]
     server = serving(Finder(GalleryCorpus(gallery._replace(pictures=hostile)), pictures.towers, "x"))
     assert [ask(server, "GET", f"/thumbnail/{item}")[0] for item in (0, 1)] == [404, 200]
+
+
+def test_a_damaged_thumbnail_is_a_blank_on_the_sheet(pictures: Finder) -> None:
+    gallery = gallery_of(pictures)
+    damaged = [b"\x89PNG\r\n\x1a\nnothing", *gallery.pictures[1:]]
+    corpus = GalleryCorpus(gallery._replace(pictures=damaged))
+    (row,) = sheet_rows(corpus, ["x"], gallery.left[:1], k=2, among="left")
+    assert row.images[0] is None and row.images[1] is not None
+    with pytest.raises(ValueError, match="split: expected one of 'all', 'held out', 'training', got 'odd'"):
+        find(corpus, ["x"], gallery.left[:1], k=1, among="left", split="odd")  # type: ignore[arg-type]
 
 
 def test_scores_that_are_not_finite_are_left_out(pictures: Finder, serving: Start) -> None:

@@ -1,11 +1,13 @@
 """`contratile train`, `eval` and `search`: one run through all of them, and what they say to mistakes."""
 
+import errno
 import json
 import re
 import shlex
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -242,6 +244,12 @@ def test_the_contact_sheet_is_refused_before_the_search(
         err = capsys.readouterr().err
         assert "--out: " in err and told in err and "no-run" not in err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert main(["search", nowhere, "red", "--k", "0"]) == 2
+    assert "--k: expected at least 1, got 0" in capsys.readouterr().err
+    with monkeypatch.context() as read_only:
+        read_only.setattr("tempfile.TemporaryFile", Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
+        assert main(["search", nowhere, "red", "--out", str(tmp_path / "found.png")]) == 2
+    assert "expected a folder to write to, got " in (err := capsys.readouterr().err) and "Read-only" in err
     assert main(["search", str(run), "red", "--out", str(tmp_path / "new" / "folder" / "Found.PNG")]) == 0
     assert (tmp_path / "new" / "folder" / "Found.PNG").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr("contratile.train.gallery_search.encode_queries", None)
