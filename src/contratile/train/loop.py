@@ -27,7 +27,7 @@ from contratile.models.encoding import SourceFeatures, encode, to_device
 from contratile.models.locked import rows_of
 from contratile.models.towers import Towers, recipe_checksums
 from contratile.planner.loss_memory import dense_loss_bytes, tiled_loss_bytes
-from contratile.report.tracking import Tracker, history
+from contratile.report.tracking import METRICS, Tracker, history, rewind
 from contratile.train import checkpoint
 from contratile.train.config_file import to_dict
 from contratile.train.divergence import diverged, finite, set_aside_diverged
@@ -109,7 +109,7 @@ class Trainer(PreparedRun):
         held_out = None
         # The loader closes last: a stuck worker must not prevent the final checkpoint.
         with (
-            signals() as received,
+            signals(tell=self.main) as received,
             closing(iter(self.loader)) as batches,
             self._tracker() as tracker,
         ):
@@ -149,9 +149,10 @@ class Trainer(PreparedRun):
         """Evaluate a run that has all its steps. It may have stopped where no evaluation was due."""
         metrics, held_out = self.evaluate()
         metrics |= self.evaluate_zero_shot()
-        if self.main and not any(
-            entry["step"] == self.step and BEST in entry for entry in history(self.config.run.out)
-        ):
+        out = self.config.run.out
+        if self.main:
+            rewind(out / METRICS, self.step)  # a longer run may have left lines of steps whose checkpoints are gone
+        if self.main and not any(entry["step"] == self.step and BEST in entry for entry in history(out)):
             with self._tracker() as tracker:
                 tracker.evaluation(self.step, metrics, self.sides)
                 tracker.flush()
