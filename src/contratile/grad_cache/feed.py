@@ -21,7 +21,7 @@ from contratile.grad_cache.auto import Trial, largest_chunk
 from contratile.grad_cache.chunks import Encoder, Nest, blocks, count_rows, is_whole, joint_blocks
 from contratile.grad_cache.encoded import EncoderSide, Rows
 from contratile.grad_cache.lengths import ByLength, Pool, SplitPool, token_columns
-from contratile.grad_cache.plan import Padding, Piece, by_length, by_rows
+from contratile.grad_cache.plan import Padding, Piece, by_length, by_rows, in_pieces
 from contratile.grad_cache.rows import SplitFn
 from contratile.grad_cache.sorting import Sorting
 from contratile.grad_cache.wrappers import check_equal_counts, is_collective, wrappers_of
@@ -210,6 +210,9 @@ class Feed:
         else:
             sizes: dict[str, Any] = {"size": self._size(side, pool), "tokens": self.chunk_tokens}
             plan = by_length(pool.lengths, **sizes, buckets=self.sorting.buckets(side, pool.rule))
+            if any(map(is_collective, side.wrappers)):
+                # Blocks may be short where samples were left out; ranks with as many blocks need as many chunks.
+                plan = in_pieces(plan, sum(-(-count // sizes["size"]) for count in pool.counts))
         agenda.padding = agenda.padding.plus(pool.padding(plan))
         return [Item(side, pool, piece, offset) for piece in plan]
 
