@@ -15,7 +15,7 @@ from contratile.grad_cache.agreement import disagreement
 from contratile.grad_cache.chunks import Encoder, Nest
 from contratile.grad_cache.encoded import EncoderSide
 from contratile.grad_cache.lengths import POWERS, ByLength, Pool, can_join, has_lengths
-from contratile.grad_cache.wrappers import is_sharded
+from contratile.grad_cache.wrappers import is_collective
 from contratile.ring.team import Group, Team
 
 
@@ -92,7 +92,7 @@ class Sorting:
     def _compared(self, side: EncoderSide, pool: Pool) -> str | None:
         """What `disagreement` finds. Ranks that share shards encode together, and so decide together."""
         team = Team.of(self.group)
-        if team.size == 1 or not any(map(is_sharded, side.wrappers)):
+        if team.size == 1 or not any(map(is_collective, side.wrappers)):
             return disagreement(side, pool)
         found = disagreement(side, pool, always=True)
         facts = torch.tensor([found is not None, bool(found)], dtype=torch.float32, device=side.device)
