@@ -201,7 +201,7 @@ class Feed:
     # --- sizes --------------------------------------------------------------------------------------------------------
 
     def _cut(self, agenda: Agenda, side: EncoderSide, pool: Pool, offset: int = 0) -> list[Item]:
-        if isinstance(pool, SplitPool) and len(pool.lengths):
+        if isinstance(pool, SplitPool) and len(pool.lengths) and (self.sorting.rule or self.chunk_tokens):
             plan = by_length(pool.lengths, size=self._size(side, pool), tokens=self.chunk_tokens)
         elif pool.rule is None:
             columns = _columns(pool) if self.chunk_tokens else 0
