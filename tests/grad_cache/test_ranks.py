@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import contratile as ct
-from tests.grad_cache.towers import TOKENS, ROUNDING, Normed, Tower, gap, gradients, ids_of, oracle, padded, twins
+from tests.grad_cache.towers import ROUNDING, TOKENS, Normed, Tower, gap, gradients, ids_of, oracle, padded, twins
 from tests.ranks import pool
 
 EXACT = ROUNDING
@@ -243,7 +243,7 @@ class Heedless(Tower):
 
 
 def fsdp_padding(heedless: bool) -> tuple[list[bool], list[str], int, float]:
-    """Only rank 0 has padding: what each rank decided, its warnings, tokens that it encoded, and the gap to plain DDP."""
+    """Only rank 0 has padding: what each rank decided, its warnings, tokens it encoded, and the gap to plain steps."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def test_pictures_stay_and_their_captions_are_sorted(tmp_path: Path) -> None:
 def test_hard_negatives_come_back_to_their_pairs(tmp_path: Path) -> None:
     rows = [
         {"image": name, "caption": f"{colour} {shape}{' indeed' * (at % 5)}", "no": [f"{other} {shape}" + " no" * at]}
-        for at, (colour, other) in enumerate(zip(COLOURS, COLOURS[1:], strict=False))
+        for at, (colour, other) in enumerate(pairwise(COLOURS))
         for shape in SHAPES
         for name in [f"{colour}-{shape}-1.png"]
     ]

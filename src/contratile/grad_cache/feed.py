@@ -185,7 +185,7 @@ class Feed:
 
     def _flush(self, agenda: Agenda, side: EncoderSide, nests: list[Nest], read: list[int]) -> Iterator[Item]:
         for pool in self._of_side(side, nests):
-            yield from self._cut(agenda, side, pool, read[side.index])
+            yield from self._cut(agenda, side, pool, read[side.index], blocks=True)
             read[side.index] += pool.total
 
     def _blocks(self, sides: list[EncoderSide], inputs: tuple[Nest, ...]) -> Iterator[tuple[EncoderSide, Nest]]:
@@ -200,7 +200,10 @@ class Feed:
 
     # --- sizes --------------------------------------------------------------------------------------------------------
 
-    def _cut(self, agenda: Agenda, side: EncoderSide, pool: Pool, offset: int = 0) -> list[Item]:
+    def _cut(
+        self, agenda: Agenda, side: EncoderSide, pool: Pool, offset: int = 0, *, blocks: bool = False
+    ) -> list[Item]:
+        """The chunks of a pool; `blocks`: of blocks of an iterator."""
         if isinstance(pool, SplitPool) and len(pool.lengths) and (self.sorting.rule or self.chunk_tokens):
             plan = by_length(pool.lengths, size=self._size(side, pool), tokens=self.chunk_tokens)
         elif pool.rule is None:
@@ -210,7 +213,7 @@ class Feed:
         else:
             sizes: dict[str, Any] = {"size": self._size(side, pool), "tokens": self.chunk_tokens}
             plan = by_length(pool.lengths, **sizes, buckets=self.sorting.buckets(side, pool.rule))
-            if any(map(is_collective, side.wrappers)):
+            if blocks and any(map(is_collective, side.wrappers)):
                 # Blocks may be short where samples were left out; ranks with as many blocks need as many chunks.
                 plan = in_pieces(plan, sum(-(-count // sizes["size"]) for count in pool.counts))
         agenda.padding = agenda.padding.plus(pool.padding(plan))

@@ -51,8 +51,8 @@ def image_patches(inputs: Mapping[str, Any]) -> Rows:
     """Rows of Qwen2-VL's processor and its relatives: patches of all images in one tensor, with a grid for each image.
 
     Rows may have several images: `num_images` (`num_videos`), a tensor in the inputs, says how many each of them has;
-    it is not passed to the encoder. Without it each row has one. The length of a row is its tokens and patches together:
-    rows of similar length share a chunk. Padding of the texts is not cut.
+    it is not passed to the encoder. Without it each row has one. The length of a row is its tokens and patches
+    together: rows of similar length share a chunk. Padding of the texts is not cut.
 
     Args:
         inputs: `input_ids`, `attention_mask`, `pixel_values` [patches, ...], `image_grid_thw` [images, 3], and the same

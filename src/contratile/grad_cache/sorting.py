@@ -83,8 +83,8 @@ class Sorting:
                 warnings.warn(
                     f"features of input {side.index} are not the same without padding ({found}), so its rows are "
                     "neither sorted nor cut by length. Does the encoder use its attention mask? Positions of left "
-                    "padded rows must not depend on the padding. GradCache(lengths='off'), in a training run --lengths off, "
-                    "avoids this message.",
+                    "padded rows must not depend on the padding. GradCache(lengths='off') avoids this message, in a "
+                    "training run --lengths off.",
                     stacklevel=2,
                 )
         return self.agreed[side.encoder]

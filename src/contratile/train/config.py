@@ -113,7 +113,7 @@ class RunConfig:
     """Where the inputs of a batch are kept between the two passes through the encoders."""
 
     lengths: Literal["auto", "off"] = "auto"
-    """auto: texts of a batch are sorted by length before they are cut into chunks, so that next to no padding is encoded,
+    """auto: texts of a batch are sorted by length before they are cut into chunks, so that little padding is encoded,
     if their encoder gives the same features without padding. off: chunks keep the order of the batch."""
 
     eval_every: int = 0

@@ -381,6 +381,6 @@ def scale_of(towers: Towers) -> float:
 
 
 def arguments(tower: Tower, inputs: Any) -> Any:
-    """What the cache calls a tower with. Tokens that must keep their padding are one argument, which it does not cut."""
+    """What the cache calls a tower with. Tokens that must keep their padding are one argument, which is not cut."""
     whole = getattr(tower.prepare, "pad_fully", False)
     return (inputs,) if whole and isinstance(inputs, dict) else inputs
