@@ -7,6 +7,8 @@ Call the cache instead of model and loss; `accelerator.backward` does the rest, 
 small, with random weights; nothing is downloaded.
 """
 
+from typing import Any
+
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -48,7 +50,7 @@ def main() -> None:
     lengths = torch.randint(4, 40, (PAIRS,), generator=draw).tolist()
     texts = [torch.randint(1, WORDS + 1, (n,), generator=draw).tolist() for n in lengths]
     model = Encoder()
-    loader = DataLoader(texts, BATCH // accelerator.num_processes, collate_fn=collate)  # type: ignore[arg-type]
+    loader: Any = DataLoader(texts, BATCH // accelerator.num_processes, collate_fn=collate)  # type: ignore[arg-type]
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimiser, loader = accelerator.prepare(model, optimiser, loader)
     cache = ct.GradCache(model, ct.ClipLoss(), CHUNK, keep_graphs=2)

@@ -260,7 +260,7 @@ def fsdp_padding(heedless: bool) -> tuple[list[bool], list[str], int, float]:
     for _ in range(2):
         ct.clip_loss(theirs(**batch), theirs(**batch), 7.0).backward()
     got, want = ([p.grad for p in x.parameters()] for x in (ours, theirs))
-    found = gap([g.full_tensor() for g in got], mean_over_ranks(want))  # type: ignore[union-attr, operator]
+    found = gap([g.full_tensor() for g in got], mean_over_ranks(want))  # type: ignore[union-attr]
     told = [str(x.message) for x in caught if "without padding" in str(x.message)]
     return [*cache.feed.sorting.agreed.values()], told, cache.padding.encoded, found
 
