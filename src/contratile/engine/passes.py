@@ -194,6 +194,7 @@ def _scores(
         exclude_self=spec.exclude_self and home,
         query_ids=x.query_ids,
         key_ids=visitor.ids,
+        same_id=spec.same_id,
         keys=ring.sizes[source],
     )
     key = None if x.key is None and home else visitor.key

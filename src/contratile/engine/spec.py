@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from torch import Tensor
 from contratile.ring.nodes import RingKind
 
 LOG2E = 1.4426950408889634
+SameId = Literal["exclude", "positive"]
+SAME_ID: tuple[str, ...] = get_args(SameId)
 
 
 class Inputs(NamedTuple):
@@ -26,7 +28,7 @@ class Inputs(NamedTuple):
     bias: Tensor | None = None  # 0-d
     labels: Tensor | None = None  # [N] index of each query's positive key
     query_ids: Tensor | None = None  # [N]
-    key_ids: Tensor | None = None  # [M] pairs of equal id are excluded, except a query's own positive
+    key_ids: Tensor | None = None  # [M] for pairs of equal id, see `Spec.same_id`
     query_classes: Tensor | None = None  # [N]
     key_classes: Tensor | None = None  # [M] for `Spec.sums` over pairs of equal class
     query_level: Tensor | None = None  # [N] the positives' products, if the positives are not among these keys
@@ -74,8 +76,12 @@ class Spec(NamedTuple):
     paired: bool = False
     """The positive of query i is key i: the labels are 0, 1, 2, ..."""
 
-    sums: Literal["", "all", "equal", "differ"] = ""
-    """Also sum scores over all pairs, pairs of equal class, or pairs of different id."""
+    same_id: SameId = "exclude"
+    """What pairs of equal id are, apart from a query's labelled positive: not there, or positive too. Ranks never count
+    them. Their sign is turned under a softplus; log-sum-exps contain them, and `sums="same"` gives their scores."""
+
+    sums: Literal["", "all", "equal", "differ", "same"] = ""
+    """Also sum scores over all pairs, those of equal class, of different id, or of equal id without the labelled."""
 
     col_sums: bool = True
     """Whether columns are summed too."""

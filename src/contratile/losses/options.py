@@ -11,7 +11,7 @@ from torch import Tensor
 
 from contratile.engine.backends import BACKENDS, registry
 from contratile.engine.backends.precision import PRECISIONS
-from contratile.engine.spec import PairStats, Spec
+from contratile.engine.spec import SAME_ID, PairStats, SameId, Spec
 from contratile.errors import (
     bad_type,
     bad_value,
@@ -144,6 +144,7 @@ class PairOptions(NamedTuple):
     """What `clip_loss` and `info_nce` take beyond the features. Their docstrings explain each option."""
 
     ids: Ids | None = None
+    same_id: SameId = "exclude"
     extra_keys: Tensor | None = None
     extra_ids: Tensor | None = None
     hard_negatives: Tensor | None = None
@@ -152,6 +153,7 @@ class PairOptions(NamedTuple):
     label_smoothing: float = 0.0
     weights: Tensor | None = None
     return_stats: bool = False
+    in_batch_negatives: bool = True
 
     @property
     def several_sources(self) -> bool:
@@ -160,7 +162,11 @@ class PairOptions(NamedTuple):
     @property
     def sums(self) -> bool:
         """Whether sums of scores are needed beside log-sum-exps."""
-        return self.label_smoothing > 0 or self.return_stats
+        return self.label_smoothing > 0 or self.return_stats or self.several_positives
+
+    @property
+    def several_positives(self) -> bool:
+        return self.same_id == "positive"
 
     @property
     def pair_of_ids(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
@@ -172,6 +178,8 @@ class PairOptions(NamedTuple):
     def check(self, query: Tensor, key: Tensor, scale: Tensor | float) -> None:
         """Refuse what cannot be used, and combinations that mean nothing."""
         self._check_ids(query, key)
+        self._check_same_id()
+        self._check_in_batch_negatives()
         self._check_extra_keys(query)
         self._check_hard_negatives(query)
         self._check_margin(scale)
@@ -234,6 +242,31 @@ class PairOptions(NamedTuple):
             )
         check_vector("ids", self.ids, length=len(query), device=query.device)
 
+    def _check_same_id(self) -> None:
+        check_choice("same_id", self.same_id, SAME_ID)
+        if not self.several_positives:
+            return
+        if self.ids is None:
+            remedy = "Pass ids=, which say which pairs are positive, or drop same_id=."
+            bad_value("same_id='positive'", expected="ids= beside it", got="none", remedy=remedy)
+        for name, given, why in (
+            ("margin", self.margin is not None, "A margin is measured from one positive; there may be several."),
+            ("label_smoothing", bool(self.label_smoothing), "The target is already shared by several keys."),
+        ):
+            if given:
+                remedy = f"{why} Drop {name}=, or use same_id='exclude'."
+                expected = f"{name}= or same_id='positive'"
+                bad_value(f"same_id and {name}", expected=expected, got="both", remedy=remedy)
+
+    def _check_in_batch_negatives(self) -> None:
+        if not isinstance(self.in_batch_negatives, bool):
+            got = type(self.in_batch_negatives).__name__
+            bad_type("in_batch_negatives", expected="True or False", got=got, remedy="True uses the other keys.")
+        if not self.in_batch_negatives and not self.several_sources:
+            remedy = "Pass negatives in one of them: without any, every loss would be 0."
+            expected = "extra_keys= or hard_negatives= beside it"
+            bad_value("in_batch_negatives=False", expected=expected, got="neither", remedy=remedy)
+
     def _check_hard_negatives(self, query: Tensor) -> None:
         hard = self.hard_negatives
         if hard is None:
@@ -264,7 +297,8 @@ class PairOptions(NamedTuple):
     def named(self) -> str:
         """The options that every rank must agree on."""
         used = [name for name in ("ids", "extra_keys", "extra_ids", "weights") if getattr(self, name) is not None]
-        return f"{' '.join(used)} {self.margin} {self.label_smoothing} {self.return_stats}"
+        values = self.same_id, self.in_batch_negatives, self.margin, self.label_smoothing, self.return_stats
+        return " ".join([*used, *map(str, values)])
 
 
 def check_weights(weights: Tensor, n: int, device: torch.device) -> None:

@@ -29,8 +29,9 @@ class LossConfig:
     loss: LossName = "clip"
     """clip: both directions; infonce: left to right; siglip; ntxent: sides are views; supcon: one class per text."""
 
-    dedup: bool = True
-    """Do not use pairs of the same id as negatives of each other (clip, infonce)."""
+    same_id: Literal["exclude", "positive", "negative"] = "exclude"
+    """What pairs of the same id are to each other: left out, further positives, or negatives like all other pairs
+    (clip, infonce, siglip)."""
 
     ids: Literal["auto", "left", "right"] = "auto"
     """Which pairs have the same id: those of equal left or of equal right side. auto: left if the data has several
@@ -75,9 +76,16 @@ class LossConfig:
                 if getattr(self, name):
                     remedy = "Drop it, or use --loss clip or infonce."
                     bad_value(name, expected=f"none with --loss {self.loss}", got=getattr(self, name), remedy=remedy)
-        if self.ids != "auto" and self.loss in ("siglip", "ntxent"):
+        if self.ids != "auto" and self.loss == "ntxent":
             remedy = "Drop it: this loss has no ids."
             bad_value("ids", expected=f"auto with --loss {self.loss}", got=self.ids, remedy=remedy)
+        if self.same_id != "exclude" and self.loss in ("ntxent", "supcon"):
+            remedy = "Drop it, or use --loss clip, infonce or siglip."
+            bad_value("same_id", expected=f"exclude with --loss {self.loss}", got=self.same_id, remedy=remedy)
+        if self.same_id == "positive" and (self.margin is not None or self.label_smoothing):
+            remedy = "Both are measured from one positive: drop them, or use --same-id exclude."
+            expected = "no --margin and no --label-smoothing beside it"
+            bad_value("same_id=positive", expected=expected, got="one of them", remedy=remedy)
 
 
 @dataclass(frozen=True, kw_only=True)

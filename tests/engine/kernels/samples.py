@@ -30,12 +30,14 @@ CALLS: dict[str, Spec] = {
     "softplus, statistics": Spec("softplus", ranks=True, sums="all", col_sums=False),
     "metrics": Spec(ranks=True, ties=True),
     "cache": Spec(cache_bytes=32 << 20),
+    "positives": Spec(ranks=True, same_id="positive", sums="same"),
+    "softplus, positives": Spec("softplus", cols=False, same_id="positive"),
 }
 """What the losses ask for, by name."""
 
 RULES = tuple(CALLS)
 ONE_SET = ("one set", "sup_con", "views, statistics")
-IDS = ("training", "ids")
+IDS = ("training", "ids", "positives", "softplus, positives")
 
 
 @contextmanager

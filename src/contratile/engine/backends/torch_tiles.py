@@ -29,11 +29,11 @@ from contratile.engine.backends.torch_reductions import (
     Sums,
     Weights,
 )
-from contratile.engine.classes import add_class_grads, class_sums
+from contratile.engine.classes import STEP, LeftOut, add_class_grads, class_sums
 from contratile.engine.plan import Tile, TilePlan
 from contratile.engine.rule import PairRule
 from contratile.engine.spec import Spec
-from contratile.engine.stats import SideParts, accumulation_dtype, lowest, part
+from contratile.engine.stats import SideParts, accumulation_dtype, lowest, part, take
 
 
 def forward(scores: Scores, spec: Spec, pos: Tensor | None) -> tuple[SideParts, SideParts]:
@@ -110,9 +110,8 @@ def _rank_reader(scores: Scores, spec: Spec) -> RankReader | None:
         return None
     assert scores.row_level is not None
     row = Beaten(scores.row_level, ties=spec.ties)
-    return RankReader(
-        row, None if scores.col_level is None or not spec.cols else Beaten(scores.col_level, ties=spec.ties)
-    )
+    col = None if scores.col_level is None or not spec.cols else Beaten(scores.col_level, ties=spec.ties)
+    return RankReader(scores.rule, row, col)
 
 
 def _limit(level: Tensor | None, spec: Spec) -> Tensor | None:
@@ -210,7 +209,7 @@ def _classes(scores: Scores, spec: Spec) -> tuple[Tensor, Tensor]:
     """What classes the sums go by: those given, ids, or one class for all."""
     if spec.sums == "equal":
         query, key = scores.query_classes, scores.key_classes
-    elif spec.sums == "differ":
+    elif spec.sums in ("differ", "same"):
         query, key = scores.rule.query_ids, scores.rule.key_ids
     else:
         one = scores.q.new_zeros(max(len(scores.q), len(scores.key)), dtype=torch.long)
@@ -219,13 +218,26 @@ def _classes(scores: Scores, spec: Spec) -> tuple[Tensor, Tensor]:
     return query, key
 
 
+def _left_out(scores: Scores, spec: Spec) -> LeftOut:
+    """What sums leave out: the row itself where a set is compared with itself, and labelled positives."""
+    rule = scores.rule
+    if rule.exclude_self:
+        assert scores.k is None, "selves are left out of sums over one set"
+        each = torch.arange(len(scores.q), device=scores.q.device)
+        return LeftOut(each, each)
+    if spec.sums != "same" or rule.labels is None:
+        return LeftOut()
+    of_keys = torch.arange(len(scores.key), device=scores.q.device)
+    return LeftOut(rule.labels, torch.where(of_keys < len(scores.q), of_keys, -1) if rule.paired else None)
+
+
 def _with_class_sums(rows: SideParts, cols: SideParts, scores: Scores, spec: Spec) -> tuple[SideParts, SideParts]:
     """Add sums and counts to the parts of the sides that are asked for."""
-    others = scores.rule.exclude_self
-    assert not others or scores.k is None, "selves are left out of sums over one set"
     own, other = _classes(scores, spec)
-    which = {"rows": spec.rows, "cols": spec.sums_cols, "differ": spec.sums == "differ", "others": others}
-    found = class_sums(scores.q, scores.key, scores.alpha, own, other, **which)
+    out = _left_out(scores, spec)
+    assert not spec.sums_cols or out.row is None or out.col is not None, "labels name one query per key"
+    which = {"rows": spec.rows, "cols": spec.sums_cols, "differ": spec.sums == "differ"}
+    found = class_sums(scores.q, scores.key, scores.alpha, own, other, **which, left_out=out)
     if spec.rows:
         rows = rows._replace(sums=found.row, counts=found.row_count)
     if spec.sums_cols:
@@ -236,11 +248,18 @@ def _with_class_sums(rows: SideParts, cols: SideParts, scores: Scores, spec: Spe
 def _add_class_grads(dq: Tensor | None, dk: Tensor | None, scores: Scores, spec: Spec, given: Given) -> None:
     """Add the gradients of the sums."""
     own, other = _classes(scores, spec)
-    which = {"differ": spec.sums == "differ", "others": scores.rule.exclude_self}
+    out, differ = _left_out(scores, spec), spec.sums == "differ"
+    q, k, alpha = scores.q, scores.key, scores.alpha
     if dq is not None:
-        add_class_grads(dq, scores.key, scores.alpha, own, other, given.row_sums, given.col_sums, **which)
+        add_class_grads(dq, k, alpha, own, other, given.row_sums, given.col_sums, differ=differ, left_out=out.row)
     if dk is not None:
-        add_class_grads(dk, scores.q, scores.alpha, other, own, given.col_sums, given.row_sums, **which)
+        add_class_grads(dk, q, alpha, other, own, given.col_sums, given.row_sums, differ=differ, left_out=out.col)
+        if out.row is not None and out.col is None and given.row_sums is not None:
+            # Several queries may have the same labelled key: what they left out is taken off here.
+            labelled = torch.where(take(other, out.row) == own, given.row_sums, 0).mul_(-alpha)
+            for start in range(0, len(q), STEP):
+                at = slice(start, start + STEP)
+                dk.index_add_(0, out.row[at], labelled[at].unsqueeze(1) * q[at].to(dk.dtype))
 
 
 # --- what the loops use -------------------------------------------------------------------------------------------

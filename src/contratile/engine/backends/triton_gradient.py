@@ -27,6 +27,7 @@ from contratile.engine.backends.triton_tile import (
     nearest_tf32,
     negatives_of,
     rising,
+    same_id,
     sigmoid,
     tile_of_dots,
     within,
@@ -115,6 +116,7 @@ def gradient_tiles(
     SOFTPLUS: tl.constexpr,
     SELF: tl.constexpr,
     SYMMETRIC: tl.constexpr,
+    MORE: tl.constexpr,  # pairs of equal id are positives too
     SUMS: tl.constexpr,
     PRECISION: tl.constexpr,
     EVEN_D: tl.constexpr,
@@ -191,12 +193,20 @@ def gradient_tiles(
         dots, size = rising(dots, factor)
     there = within(row, col, rows_end, cols_end, SELF)
     if CAREFUL:  # a number, not -inf: 0 * -inf would be NaN in the sums
-        dots = negatives_of(dots, LOWEST, there, row, col, at_row, at_col, labels, query_ids, key_ids, SYMMETRIC)
+        excluded = query_ids
+        if MORE:
+            excluded = None
+            more = same_id(there, col, at_row, at_col, labels, query_ids, key_ids)
+        dots = negatives_of(dots, LOWEST, there, row, col, at_row, at_col, labels, excluded, key_ids, SYMMETRIC)
     if SOFTPLUS:
         s = dots * size
         if bias is not None:
             s += tl.load(bias)
-        g = sigmoid(s)
+        if CAREFUL and MORE:
+            g = sigmoid(tl.where(more, -s, s))
+            g = tl.where(more, -g, g)
+        else:
+            g = sigmoid(s)
         if row_grad is not None and col_grad is not None:
             g = g * (tl.load(row_grad + at_row)[:, None] + tl.load(col_grad + at_col)[None, :])
         elif row_grad is not None:
@@ -236,12 +246,14 @@ def gradient_tiles(
         if SYMMETRIC:
             label = tl.where(col < cols_end, tl.load(labels + at_col), -1)
             g = tl.where(row[:, None] == label[None, :], tl.load(pos_weight + at_col)[None, :], g)
-    if SUMS != "":
+    if SUMS != "" and (CAREFUL or SUMS != "same"):
         summed = there
         if SUMS == "equal":
             summed = there & (tl.load(query_classes + at_row)[:, None] == tl.load(key_classes + at_col)[None, :])
         elif SUMS == "differ":
             summed = there & (tl.load(query_ids + at_row)[:, None] != tl.load(key_ids + at_col)[None, :])
+        elif SUMS == "same":
+            summed = more
         if row_sums_grad is not None:
             g += tl.where(summed, tl.load(row_sums_grad + at_row)[:, None], 0.0)
         if col_sums_grad is not None:

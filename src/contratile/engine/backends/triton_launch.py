@@ -127,7 +127,7 @@ class KernelCall:
         if self.spec.filters:
             return self._config("forward")
         config = self._config("gradient")
-        plain = self.spec.sums in ("", "differ") and not self.spec.cache_bytes
+        plain = self.spec.sums in ("", "differ", "same") and not self.spec.cache_bytes
         return config if plain else config._replace(registers=256)
 
     def _config(self, kernel: Kernel) -> Config:
@@ -193,6 +193,7 @@ class KernelCall:
             "SOFTPLUS": spec.reduce == "softplus",
             "SELF": rule.exclude_self,
             "SYMMETRIC": scores.k is None,
+            "MORE": spec.same_id == "positive" and rule.query_ids is not None,
             "SUMS": spec.sums,
             **self._cache(),
         }
