@@ -120,6 +120,10 @@ class RunConfig:
     offload: Literal["none", "host", "disk"] = "none"
     """Where the inputs of a batch are kept between the two passes through the encoders."""
 
+    lengths: Literal["auto", "off"] = "auto"
+    """auto: texts of a batch are sorted by length before they are cut into chunks, so that little padding is encoded,
+    if their encoder gives the same features without padding. off: chunks keep the order of the batch."""
+
     eval_every: int = 0
     """Steps between evaluations on held-out data; 0: ten in a run. There is always one at the end."""
 
@@ -165,6 +169,7 @@ class RunConfig:
             check_choice("chunk", self.chunk, ("auto",))
         else:
             check_count("chunk", self.chunk, least=1)
+        check_choice("lengths", self.lengths, ("auto", "off"))
         for name in ("batch", "keep", "log_every"):
             check_count(name, getattr(self, name), least=1)
         for name in ("steps", "eval_every", "save_every"):
