@@ -129,7 +129,9 @@ def _chunk_terms(work: Workload, devices: Devices) -> Sequence[Term]:
     largest = max(chunks.values(), key=lambda one: one.peak)
     first = max(max(one.encode_peak, one.saved) for one in chunks.values())
     counted = f"forward and backward of {work.chunk:,} rows, operator by operator on fake tensors"
-    if devices.on_cpu:
+    if devices.on_cpu and not devices.keeps_freed:
+        lost, why = 0.0, ""
+    elif devices.on_cpu:
         others = [one.peak for one in chunks.values() if one is not largest]
         lost = max(largest.unreused, *others, 0.0)
         why = "blocks of one encoder, kept by the allocator" if others else "holes between saved tensors"
@@ -139,7 +141,7 @@ def _chunk_terms(work: Workload, devices: Devices) -> Sequence[Term]:
     if work.measured is not None:
         held, lost = work.measured(held + lost), 0.0
         first, counted = first * held / largest.peak, "line through two small chunks that were run here"
-    kept = held + lost if devices.on_cpu else 0.0
+    kept = held + lost if devices.keeps_freed else 0.0
     return [
         Term(
             name="not given back",
