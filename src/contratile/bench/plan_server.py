@@ -1,7 +1,7 @@
 """Asks `contratile.bench.plan_point`, a process that runs points in processes of their own.
 
     server = PointServer(threads=1, returning=True)
-    server.ask({"model": "tiny", "batch": 16, "chunk": 8}, timeout=60)        # {"peak": ...} or {"status": "failed: ..."}
+    server.ask({"model": "tiny", "batch": 16, "chunk": 8}, timeout=60)      # {"peak": ...} or {"status": "failed: ..."}
     server.stop()
 
 It has imported the libraries once, which takes longer than many points.

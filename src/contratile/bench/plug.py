@@ -23,7 +23,7 @@ class _Info(ctypes.Structure):
 
 
 def plug_holes() -> int:
-    """Take all free blocks of `SMALLEST` bytes and more; returns how many bytes were taken. Does nothing without glibc."""
+    """Take all free blocks of `SMALLEST` bytes and more; returns how many bytes were taken, without glibc none."""
     try:
         libc = ctypes.CDLL(None)
         info, malloc = libc.mallinfo2, libc.malloc

@@ -168,7 +168,8 @@ class PlanRow(Row):
     offload: str
     world: int
     allocator: str
-    """`returning`: freed tensors go back to the system at once (MALLOC_MMAP_THRESHOLD_=65536); `default`: as malloc is."""
+    """`returning`: freed tensors go back to the system at once (MALLOC_MMAP_THRESHOLD_=65536); `default`: malloc as it
+    is."""
 
     measured_mib: float | None = None
     """Peak resident memory beyond what the process had before it built anything, without pages of libraries."""
@@ -215,8 +216,8 @@ class ScaleRow(Row):
 
     about: str
     how: str
-    """`simulated rank`, `real ranks` (the largest of them), `simulated beside real ranks` (as many ranks, to compare), or
-    `formula`: not measured at this size."""
+    """`simulated rank`, `real ranks` (the largest of them), `simulated beside real ranks` (as many ranks, to compare),
+    or `formula`: not measured at this size."""
 
     formula_mib: float
     """What the formula gives for `peak_extra_mib`."""
