@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from contratile.grad_cache.chunks import RowBuffer
+from contratile.host_memory import returns_freed
 from contratile.planner.devices import Devices, parse_devices
 from contratile.planner.encoder_cost import encoder_cost
 from contratile.planner.memory import Memory, buffer_rows, device_memory, disk_memory, host_memory
@@ -70,6 +71,16 @@ def test_host_memory_is_the_memory_of_a_cpu(work: Workload) -> None:
     kept, host = (device_memory(replace(alone, offload=place), CPU) for place in ("none", "host"))
     assert term(kept, "inputs waiting") == term(host, "inputs waiting") > 0
     assert not host_memory(replace(alone, offload="host"), CPU).terms
+
+
+def test_what_malloc_keeps_counts_unless_it_is_told_to_return_it(work: Workload) -> None:
+    alone = replace(work, ranks=1)
+    keeping, returning = (device_memory(alone, replace(CPU, keeps_freed=keeps)) for keeps in (True, False))
+    for name in ("freed, not reused", "not given back"):
+        assert term(keeping, name) > 0 == term(returning, name)
+    assert term(keeping, "activations of a chunk") == term(returning, "activations of a chunk")
+    assert returns_freed({"MALLOC_MMAP_THRESHOLD_": "65536"})
+    assert not returns_freed({}) and not returns_freed({"MALLOC_MMAP_THRESHOLD_": str(32 << 20)})
 
 
 def test_ring_buffers_are_four_blocks(work: Workload) -> None:
