@@ -127,7 +127,7 @@ def _model_terms(work: Workload) -> Sequence[Term]:
 def _chunk_terms(work: Workload, devices: Devices) -> Sequence[Term]:
     chunks = {id(cost): cost.at(min(work.chunk, rows)) for cost, rows in work.rows}
     largest = max(chunks.values(), key=lambda one: one.peak)
-    first = max(max(one.encode_peak, one.saved) for one in chunks.values())
+    first = max(one.encode_peak for one in chunks.values())
     counted = f"forward and backward of {work.chunk:,} rows, operator by operator on fake tensors"
     if devices.on_cpu and not devices.keeps_freed:
         lost, why = 0.0, ""
