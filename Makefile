@@ -1,4 +1,4 @@
-# make test   everything that gates: lint, types, tests        make demo   train on built-in icons, four minutes
+# make test   everything that gates: lint, types, tests        make demo   train on built-in icons, about four minutes
 # make test-all   the slow tests too                           make bench  the benchmark of README (about an hour)
 # make test-core TORCH=2.6.0   the core, with any torch
 # make docs   the documentation as a site in site/             make kernels   what kernels use of each GPU, compiled here

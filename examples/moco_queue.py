@@ -1,11 +1,9 @@
-"""A queue of keys and a momentum encoder, as in MoCo, with the other keys of the batch as negatives too.
+"""MoCo: a queue of keys, and a slowly moving copy of the encoder that computes them.
 
     python examples/moco_queue.py
 
-As in MoCo, a slowly moving copy of the encoder computes the keys, and a queue keeps those of earlier batches. MoCo's
-loss uses only the queue as negatives; here the other keys of the batch are negatives as well, as in cross-batch
-memories. For MoCo's own loss see
-`contratile.integrations.lightly.NTXentLoss(temperature, memory_bank_size=(keys, features))`.
+The keys of earlier batches are the negatives, and no other key of the batch is. Without `in_batch_negatives=False`
+these are negatives as well, as in cross-batch memories.
 """
 
 import copy
@@ -22,20 +20,21 @@ def main(batch: int = 256, steps: int = 16) -> None:
     encoder = nn.Linear(64, 32)
     slow = copy.deepcopy(encoder).requires_grad_(False)
     queue = ct.MemoryQueue(1024, 32)
+    queue.enqueue(F.normalize(torch.randn(1024, 32), dim=1))
     optimiser = torch.optim.SGD(encoder.parameters(), lr=0.5)
     for step in range(steps):
         data = torch.randn(batch, 64)
         query = F.normalize(encoder(data + 0.3 * torch.randn_like(data)), dim=1)
         key = F.normalize(slow(data + 0.3 * torch.randn_like(data)), dim=1)
         old = queue.keys()
-        loss = ct.info_nce(query, key, 10.0, extra_keys=old)
+        loss = ct.info_nce(query, key, 10.0, extra_keys=old, in_batch_negatives=False)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
         queue.enqueue(key)
         for mine, other in zip(slow.parameters(), encoder.parameters(), strict=True):
             mine.lerp_(other.detach(), 0.01)
-        print(f"step {step}: loss {loss.item():.4f} against {len(key) + len(old)} keys")
+        print(f"step {step}: loss {loss.item():.4f} against {len(old)} keys")
 
 
 if __name__ == "__main__":

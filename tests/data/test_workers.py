@@ -108,13 +108,29 @@ def test_signals_are_held_back_only_meanwhile() -> None:
 
 
 @pytest.mark.parametrize(("launcher", "needed"), [(None, 2), ("torchrun", 3)])
-def test_how_often_one_interrupts(launcher: str | None, needed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_often_one_interrupts(
+    launcher: str | None, needed: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     if launcher:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")  # it passes the terminal's signal on: the first comes twice
     with signals() as received:
-        for _ in range(needed - 1):
+        for count in range(1, needed):
             signal.raise_signal(signal.SIGINT)
+            told = "\nfinishing this step, then saving; press Ctrl-C again to stop now, without saving\n"
+            assert capfd.readouterr().err == (told if count == 1 else "")
         assert len(received) == needed - 1
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+def test_what_a_signal_says(capfd: pytest.CaptureFixture[str]) -> None:
+    """One process of a run speaks, also while it is printing."""
+    with signals(tell=False):
+        signal.raise_signal(signal.SIGINT)
+    assert capfd.readouterr().err == ""
+    with signals() as received:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+    assert received == [signal.SIGTERM, signal.SIGINT]
+    assert capfd.readouterr().err == "\nfinishing this step, then saving\n"

@@ -151,6 +151,21 @@ def test_a_moved_run_and_data_that_is_gone(
     assert "left blank" not in capsys.readouterr().out and Path("sheet.png").exists()
 
 
+def test_a_record_is_read_up_to_a_limit(folder: Path, tmp_path: Path) -> None:
+    """It may come from anyone, and of any size."""
+    told = next(folder.rglob("*.embedded.json")).read_text()
+    file = tmp_path / "f.npy.embedded.json"
+    for before, sound in ((1 << 10, True), (1 << 20, False)):
+        file.write_text(" " * before + told)
+        if sound:
+            assert Record.read(file).rows > 0
+        else:
+            with pytest.raises(
+                ValueError, match=r"record .*: expected what `contratile embed` writes, got JSONDecodeError"
+            ):
+                Record.read(file)
+
+
 def test_other_weights_are_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Trainer(small(folder / "shapes" / "pairs.csv", tmp_path / "other", seed=7)).run()
     assert main(["search", str(folder / "both.npy"), "red", "--run", str(tmp_path / "other")]) == 2

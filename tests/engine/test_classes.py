@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from contratile.engine import classes
-from contratile.engine.classes import add_class_grads, class_sums
+from contratile.engine.classes import LeftOut, add_class_grads, class_sums
 from tests.helpers import randn
 
 N, M, D = 23, 31, 5
@@ -14,6 +14,11 @@ ALPHA = torch.tensor(1.7, dtype=torch.float64)
 
 def integers(n: int, kinds: int, seed: int) -> Tensor:
     return torch.randint(-kinds, kinds, (n,), generator=torch.Generator().manual_seed(seed)) * 1_000_003
+
+
+def selves(z: Tensor) -> LeftOut:
+    each = torch.arange(len(z))
+    return LeftOut(each, each)
 
 
 @pytest.mark.parametrize("step", [1, 4, 2048])
@@ -44,13 +49,13 @@ def test_nobody_counts_for_itself(step: int, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(classes, "STEP", step)
     z, kinds = randn(N, D, seed=1, dtype=torch.float64), integers(N, 5, 3)
     same = (kinds.unsqueeze(1) == kinds).double().fill_diagonal_(0)
-    sums = class_sums(z, z, ALPHA, kinds, kinds, rows=True, cols=False, others=True)
+    sums = class_sums(z, z, ALPHA, kinds, kinds, rows=True, cols=False, left_out=selves(z))
     torch.testing.assert_close((sums.row, sums.row_count), ((ALPHA * z @ z.T * same).sum(1), same.sum(1)))
     u, v = randn(N, seed=5, dtype=torch.float64), randn(N, seed=6, dtype=torch.float64)
     for row, col in ((u, v), (u, None), (None, v)):
         weights = (0 if row is None else row.unsqueeze(1)) + (0 if col is None else col) + torch.zeros_like(same)
         dz = torch.ones(N, D, dtype=torch.float64)
-        add_class_grads(dz, z, ALPHA, kinds, kinds, row, col, others=True)
+        add_class_grads(dz, z, ALPHA, kinds, kinds, row, col, left_out=selves(z).row)
         torch.testing.assert_close(dz, 1 + ALPHA * (weights * same) @ z)
 
 
@@ -65,10 +70,11 @@ def test_what_is_left_of_a_long_sum(differ: bool) -> None:
         z[0] *= 1e4
     same = ((kinds.unsqueeze(1) == kinds) != differ).fill_diagonal_(False)
     want = (z.double() @ z.double().T * same).sum(1)
-    sums = class_sums(z, z, torch.tensor(1.0), kinds, kinds, rows=True, cols=False, differ=differ, others=not differ)
+    out = LeftOut() if differ else selves(z)
+    sums = class_sums(z, z, torch.tensor(1.0), kinds, kinds, rows=True, cols=False, differ=differ, left_out=out)
     torch.testing.assert_close(sums.row.double(), want, rtol=1e-5, atol=1e-5)
     dz, row = torch.zeros_like(z), torch.ones(4096)
-    add_class_grads(dz, z, torch.tensor(1.0), kinds, kinds, row, row, differ=differ, others=not differ)
+    add_class_grads(dz, z, torch.tensor(1.0), kinds, kinds, row, row, differ=differ, left_out=out.row)
     torch.testing.assert_close(dz.double(), 2 * same.double() @ z.double(), rtol=1e-5, atol=1e-5)
 
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from contratile.grad_cache.plan import Padding, Piece, by_length, by_rows
+from contratile.grad_cache.plan import Padding, Piece, by_length, by_rows, in_pieces
 
 
 def rows_of(plan: list[Piece]) -> list[list[int]]:
@@ -59,3 +59,12 @@ def test_what_was_saved() -> None:
     assert padding == (200, 210, 600)
     assert str(padding) == "1.05 tokens per real token (as given: 3.00)"
     assert str(Padding()) == "not cut by length"
+
+
+def test_more_chunks_of_the_same_rows() -> None:
+    """The most expensive chunks are halved, in place; chunks of one row stay."""
+    plan = by_length(torch.tensor([9, 2, 2, 2, 1]), size=2)
+    more = in_pieces(plan, 4)
+    assert [piece.rows.tolist() for piece in plan] == [[0, 1], [2, 3], [4]]
+    assert [(piece.rows.tolist(), piece.length) for piece in more] == [([0], 9), ([1], 9), ([2, 3], 2), ([4], 1)]
+    assert in_pieces(plan, 2) == plan and [len(piece.rows) for piece in in_pieces(plan, 9)] == [1] * 5

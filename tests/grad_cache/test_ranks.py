@@ -1,5 +1,6 @@
 """Gradient caching over ranks: the ring, DDP, FSDP2 and accelerate."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import contratile as ct
-from tests.grad_cache.towers import ROUNDING, Normed, Tower, gap, gradients, ids_of, oracle, twins
+from tests.grad_cache.towers import ROUNDING, TOKENS, Normed, Tower, gap, gradients, ids_of, oracle, padded, twins
 from tests.ranks import pool
 
 EXACT = ROUNDING
@@ -234,6 +235,49 @@ def test_fsdp2_wants_equally_many_chunks() -> None:
 
 
 @pytest.mark.peers
+class Heedless(Tower):
+    """Ignores its mask, so that padding changes the features."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return super().forward(input_ids)
+
+
+def fsdp_padding(heedless: bool) -> tuple[list[bool], list[str], int, float]:
+    """Only rank 0 has padding: what each rank decided, its warnings, tokens it encoded, and the gap to plain steps."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    make = Heedless if heedless else Tower
+    (ours,), (theirs,) = twins(make(1, dropout=0.0))
+    fully_shard(ours, mesh=init_device_mesh("cpu", (2,)))
+    rank = dist.get_rank()
+    batch = padded(9, 3) if rank == 0 else {"input_ids": ids_of(9, 4), "attention_mask": torch.ones(9, TOKENS).long()}
+    cache = ct.GradCache(ours, ct.ClipLoss(), 4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            cache.step(batch, batch, logit_scale=7.0)
+    for _ in range(2):
+        ct.clip_loss(theirs(**batch), theirs(**batch), 7.0).backward()
+    got, want = ([p.grad for p in x.parameters()] for x in (ours, theirs))
+    found = gap([g.full_tensor() for g in got], mean_over_ranks(want))  # type: ignore[union-attr]
+    told = [str(x.message) for x in caught if "without padding" in str(x.message)]
+    return [*cache.feed.sorting.agreed.values()], told, cache.padding.encoded, found
+
+
+@pytest.mark.parametrize("heedless", [False, True])
+def test_fsdp2_ranks_decide_about_padding_together(heedless: bool) -> None:
+    """Forward passes are collective: a rank without padding takes part in the comparison, and does what all do."""
+    (first, told, encoded, gap_0), (second, also_told, all_tokens, gap_1) = pool(2).run(fsdp_padding, heedless)
+    assert first == second == [not heedless]
+    assert max(gap_0, gap_1) <= 2 * EXACT
+    assert len(told) == len(also_told) == heedless
+    if heedless:
+        assert "another rank" in also_told[0] and encoded == all_tokens == 0
+    else:
+        assert encoded < all_tokens == 2 * 9 * TOKENS
+
+
 def test_accelerate(request: pytest.FixtureRequest) -> None:
     """`accelerator.backward`, which divides by the number of accumulated steps."""
     accelerate = pytest.importorskip("accelerate")

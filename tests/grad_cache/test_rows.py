@@ -60,6 +60,23 @@ def test_patches(images: list[int], kept: int, offload: Any) -> None:
     assert gap(gradients(*ours), gradients(*theirs)) <= CLOSE and cache.kept_chunks == kept
 
 
+def test_patches_are_sorted_by_tokens_and_patches_together() -> None:
+    batch = patch_batch(1, IMAGES[1])
+    mask = torch.ones_like(batch["input_ids"])
+    mask[3, 2:] = 0
+    patches = batch["image_grid_thw"].prod(1).split(IMAGES[1])
+    want = mask.sum(1) + torch.stack([x.sum() for x in patches])
+    batch["attention_mask"] = mask
+    assert torch.equal(image_patches(batch).lengths, want)  # type: ignore[arg-type]
+    for lengths, order in (("auto", want.argsort(descending=True, stable=True)), ("off", torch.arange(N))):
+        cache = ct.GradCache(Patches(), clip, 3, split_fn=image_patches, lengths=lengths)  # type: ignore[arg-type]
+        known = cache.feed.agenda((batch,)).known
+        assert known is not None and torch.equal(torch.cat([item.piece.rows for item in known]), order)
+    tokens = int(want.max())
+    known = ct.GradCache(Patches(), clip, chunk_tokens=tokens, split_fn=image_patches).feed.agenda((batch,)).known
+    assert known is not None and len(known) > 1 and all(item.piece.cost <= tokens for item in known)
+
+
 class Several(nn.Module):
     """Takes images of all rows, and knows the rows from the texts."""
 

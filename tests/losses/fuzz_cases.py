@@ -256,6 +256,10 @@ def _options(case: Case, r: Draw) -> None:
             options["margin"] = margin
     elif r.chance(0.3):
         options["label_smoothing"] = r.one([0.05, 0.1, 0.5])
+    if "label_smoothing" not in options and r.chance(0.3):
+        options["key_bias"] = r.normal(m).to(accumulation(case.dtype))
+    elif "ids" in options and not {"margin", "label_smoothing"} & set(options) and r.chance(0.5):
+        options["same_id"] = "positive"
 
 
 def _is_clear(case: Case, margin: float) -> bool:

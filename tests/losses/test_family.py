@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
 
 import contratile as ct
 from contratile import reference
@@ -23,7 +24,7 @@ from contratile.losses.batch_stats import BatchStats
 from contratile.losses.hard_negatives import CHUNK, own_products
 from contratile.ring.ring import Ring
 from contratile.ring.team import ALONE
-from tests.helpers import DTYPES, assert_precise, features, randn, run
+from tests.helpers import DTYPES, assert_precise, assert_same, features, randn, run
 
 N, D, E, H = 37, 7, 11, 3
 Loss = Callable[..., Tensor]
@@ -182,6 +183,7 @@ EXTRA_IDS = ids_of(E, 9, 3)
 MASK = torch.rand(N, H, generator=torch.Generator().manual_seed(4)) > 0.4
 WEIGHTS = torch.rand(N, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 LABELS_OF_QUERIES = ids_of(N, N, 6)
+HARD_BIAS = randn(N, H, seed=8, dtype=torch.float64)
 
 
 def assert_close(ours: Any, oracle: Any, rtol: float = 1e-11) -> None:
@@ -203,29 +205,50 @@ options = st.fixed_dictionaries(
         "ids": st.sampled_from([IDS, (IDS, KEY_IDS), torch.zeros(N, dtype=torch.long)]),
         "extra_ids": st.just(EXTRA_IDS),
         "hard_mask": st.sampled_from([MASK, torch.zeros(N, H, dtype=torch.bool)]),
+        "same_id": st.just("positive"),
         "margin": st.sampled_from([-0.5, 0.0, 0.4, 100.0]),
         "label_smoothing": st.sampled_from([0.1, 0.9]),
         "weights": st.just(WEIGHTS),
         "labels": st.just(LABELS_OF_QUERIES),
+        "hard_bias": st.just(HARD_BIAS),
+        "in_batch_negatives": st.just(False),
         "reduction": st.sampled_from(["mean", "sum"]),
     },
 )
 
 
-@given(options, st.booleans(), st.booleans(), st.sampled_from([1, 8, 64]), st.sampled_from(["clip_loss", "info_nce"]))
+@given(
+    options,
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([1, 8, 64]),
+    st.sampled_from(["clip_loss", "info_nce"]),
+)
 @settings(deadline=None, max_examples=150)
-def test_options_and_their_combinations(chosen: dict[str, Any], extra: bool, hard: bool, tile: int, name: str) -> None:
+def test_options_and_their_combinations(
+    chosen: dict[str, Any], extra: bool, hard: bool, bias: bool, tile: int, name: str
+) -> None:
     if "margin" in chosen:
         chosen.pop("label_smoothing", None)
     if not extra or "ids" not in chosen:
         chosen.pop("extra_ids", None)
+    if "ids" not in chosen or "margin" in chosen or "label_smoothing" in chosen:
+        chosen.pop("same_id", None)
     if not hard:
         chosen.pop("hard_mask", None)
+        chosen.pop("hard_bias", None)
+    if "hard_bias" in chosen or bias:
+        chosen.pop("label_smoothing", None)
+        chosen.pop("same_id", None)
     if name == "clip_loss":
         chosen.pop("labels", None)
+    if name == "clip_loss" or not (extra or hard):
+        chosen.pop("in_batch_negatives", None)
     x = inputs()
-    names = ["extra_keys"] * extra + ["hard_negatives"] * hard
-    leaves = x[:3] + [x[3]] * extra + [x[4]] * hard
+    names = ["extra_keys"] * extra + ["hard_negatives"] * hard + ["key_bias"] * bias + ["extra_bias"] * (bias and extra)
+    biases = [randn(N, seed=9, dtype=torch.float64), randn(E, seed=10, dtype=torch.float64)][: 1 + extra]
+    leaves = x[:3] + [x[3]] * extra + [x[4]] * hard + biases * bias
 
     def loss(function: Loss, **more: Any) -> Callable[..., Tensor]:
         return lambda q, k, s, *others: function(q, k, s, **chosen, **dict(zip(names, others, strict=True)), **more)
@@ -278,6 +301,173 @@ def test_weights_of_zero_drop_a_query_but_not_its_key() -> None:
     rows = ct.info_nce(q, k, s, reduction="none")
     kept = torch.arange(N) != 5
     torch.testing.assert_close(ct.info_nce(q, k, s, weights=weights), rows[kept].mean())
+
+
+# --- negatives from elsewhere -------------------------------------------------------------------------------------
+
+
+def test_negatives_only_from_elsewhere() -> None:
+    """MoCo's loss, and no score of a query with the positive of another."""
+    q, k, s, extra, _ = inputs()
+    k[5] = torch.nan
+    rows = ct.info_nce(q, k, s, extra_keys=extra, in_batch_negatives=False, reduction="none")
+    assert rows[5].isnan() and rows[torch.arange(N) != 5].isfinite().all()
+    logits = s * torch.cat([(q * k).sum(1, keepdim=True), q @ extra.T], 1)
+    want = F.cross_entropy(logits, torch.zeros(N, dtype=torch.long), reduction="none")
+    torch.testing.assert_close(rows, want, equal_nan=True)
+    assert ct.info_nce(q, q, s, extra_keys=extra[:0], in_batch_negatives=False) == 0, "a queue that is still empty"
+
+
+@pytest.mark.parametrize("same_id", ["exclude", "positive"])
+def test_statistics_of_negatives_from_elsewhere(same_id: str) -> None:
+    q, k, s, extra, hard = inputs()
+    more: dict[str, Any] = {"extra_keys": extra, "extra_ids": EXTRA_IDS, "hard_negatives": hard, "hard_mask": MASK}
+    more |= {"ids": IDS, "same_id": same_id, "in_batch_negatives": False}
+    _, stats = ct.info_nce(q, k, s, **more, return_stats=True, tile=8)
+    pos = s * (q * k).sum(1)
+    scores = torch.cat([pos.unsqueeze(1), s * q @ extra.T, s * torch.einsum("nd,nhd->nh", q, hard)], 1)
+    count = torch.cat([torch.ones(N, 1, dtype=torch.bool), IDS.unsqueeze(1) != EXTRA_IDS, MASK], 1)
+    top1, rank, negative = naive_stats(scores, pos, count)
+    found = stats.row_top1, stats.row_rank, stats.negative_logit, stats.positive_logit
+    torch.testing.assert_close(found, (top1, rank, negative, pos.mean()))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"in_batch_negatives": False}, "in_batch_negatives=False: expected extra_keys= or hard_negatives= beside it"),
+        ({"in_batch_negatives": 0}, "in_batch_negatives: expected True or False, got int"),
+    ],
+)
+def test_no_negatives_at_all(options: dict[str, Any], says: str) -> None:
+    x = features(N, D, seed=1)
+    with pytest.raises((ValueError, TypeError), match=says):
+        ct.info_nce(x, x, **options)
+
+
+# --- several positives --------------------------------------------------------------------------------------------
+
+SAME = {"pairs": torch.arange(N) // 2, "some": IDS, "one": torch.zeros(N, dtype=torch.long)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+@pytest.mark.parametrize("which", SAME)
+@pytest.mark.parametrize("name", ["clip_loss", "info_nce"])
+def test_several_positives(name: str, which: str, scale: float, dtype: torch.dtype) -> None:
+    image, ids = features(N, D, seed=1, dtype=dtype), SAME[which]
+    near = features(N, D, seed=2, norm=0.1)[ids] + image.float()  # positives score high, as late in training
+    text = (near / near.norm(dim=1, keepdim=True)).to(dtype)
+    number = torch.tensor(scale, dtype=torch.promote_types(dtype, torch.float32))
+    ours, oracle = getattr(ct, name), getattr(reference, name)
+    assert_precise(
+        lambda a, b, s: ours(a, b, s, ids=ids, same_id="positive", tile=8),
+        lambda a, b, s: oracle(a, b, s, ids=ids, same_id="positive"),
+        *(image, text, number),
+        share=1 / N,
+        roundings=2,
+    )
+
+
+@pytest.mark.parametrize("tile", [1, 8, 64])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["clip_loss", "info_nce", "siglip_loss"])
+def test_unique_ids_change_nothing(name: str, dtype: torch.dtype, tile: int) -> None:
+    """To the last bit (but for fp64, which has no wider sums): with one positive its mean is itself."""
+    x, y = features(N, D, seed=1, dtype=dtype), features(N, D, seed=2, dtype=dtype)
+    numbers = [torch.tensor(20.0), torch.tensor(-3.0)][: 1 + (name == "siglip_loss")]
+    loss: Loss = getattr(ct, name)
+    ids = torch.randperm(N, generator=torch.Generator().manual_seed(1))
+    plain = run(lambda *z: loss(*z, tile=tile), x, y, *numbers)
+    for same_id in ("exclude", "positive"):
+        outcome = run(lambda *z, how=same_id: loss(*z, ids=ids, same_id=how, tile=tile), x, y, *numbers)
+        if dtype == torch.float64:
+            assert_close(outcome, plain, rtol=1e-15)
+        else:
+            assert_same(outcome, plain)
+
+
+def test_several_positives_are_those_of_sup_con() -> None:
+    """An anchor's own row is then labelled, so SupCon over [N] equals the rows of a set against itself."""
+    z, labels = features(N, D, seed=1, dtype=torch.float64), torch.arange(N) % 7
+    scores = 5 * z @ z.T
+    positive = (labels.unsqueeze(1) == labels).double()
+    want = (scores.logsumexp(1) - (scores * positive).sum(1) / positive.sum(1)).mean()
+    torch.testing.assert_close(ct.info_nce(z, z.clone(), 5.0, ids=labels, same_id="positive"), want)
+
+
+@pytest.mark.parametrize("which", SAME)
+@pytest.mark.parametrize("same_id", ["exclude", "positive"])
+@pytest.mark.parametrize("tile", [8, 64])
+def test_siglip_with_ids(tile: int, same_id: str, which: str) -> None:
+    ids = SAME[which]
+    kinds: dict[str, Any] = {"same_id": same_id}
+    loss: Loss = ct.siglip_loss
+    leaves = [randn(N, D, seed=n, dtype=torch.float64) for n in (1, 2)]
+    numbers = [torch.tensor(x, dtype=torch.float64) for x in (1.3, -2.0)]
+    for chosen in (ids, (ids, IDS)):
+        exact = run(lambda *x, i=chosen: reference.siglip_loss(*x, ids=i, **kinds), *leaves, *numbers)
+        several: list[dict[str, Any]] = [{"tile": tile}, {"backend": "dense"}, {"tile": tile, "cache_bytes": 1 << 20}]
+        for more in several:
+            ours = run(lambda *x, i=chosen, m=more: loss(*x, ids=i, **kinds, **m), *leaves, *numbers)
+            assert_close(ours, exact)
+
+
+def test_siglip_of_many_positives_keeps_its_digits() -> None:
+    """Late in training a positive's term is exp(-s): as softplus(s) - s it would drown in s."""
+    ids = torch.arange(N) // 4
+    image = features(10, D, seed=1, norm=1.0)[ids]
+    numbers = torch.tensor(40.0), torch.tensor(-10.0)
+
+    def loss(function: Loss, **how: Any) -> Callable[..., Tensor]:
+        return lambda x, y, s, b: function(x, y, s, b, ids=ids, same_id="positive", **how)
+
+    ours = run(loss(ct.siglip_loss, tile=8), image, image.clone(), *numbers)
+    exact = run(loss(reference.siglip_loss), image, image.clone(), *numbers, dtype=torch.float64)
+    for got, want in zip(ours.values + ours.grads, exact.values + exact.grads, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["clip_loss", "info_nce", "siglip_loss"])
+@pytest.mark.parametrize("same_id", ["exclude", "positive"])
+def test_statistics_with_ids(same_id: str, name: str) -> None:
+    """Ranks and negatives are those of other ids, whatever pairs of equal id are."""
+    q, k, s, extra, hard = inputs()
+    options: dict[str, Any] = {"ids": (IDS, KEY_IDS), "same_id": same_id}
+    numbers, bias = [s], 0.0
+    if name == "siglip_loss":
+        numbers, bias = [s, torch.tensor(-2.0, dtype=torch.float64)], -2.0
+        blocks, counts = [q @ k.T], [IDS.unsqueeze(1) != KEY_IDS]
+    else:
+        options |= {"extra_keys": extra, "extra_ids": EXTRA_IDS, "hard_negatives": hard, "hard_mask": MASK}
+        blocks = [q @ k.T, q @ extra.T, torch.einsum("nd,nhd->nh", q, hard)]
+        counts = [IDS.unsqueeze(1) != KEY_IDS, IDS.unsqueeze(1) != EXTRA_IDS, MASK]
+    scores, count = s * torch.cat(blocks, 1) + bias, torch.cat(counts, 1)
+    pos = scores.diagonal()
+    count = count | torch.eye(*count.shape, dtype=torch.bool)
+    for tile in (8, 64):
+        _, stats = getattr(ct, name)(q, k, *numbers, **options, return_stats=True, tile=tile)
+        top1, rank, negative = naive_stats(scores, pos, count)
+        found = stats.row_top1, stats.row_rank, stats.negative_logit, stats.positive_logit
+        torch.testing.assert_close(found, (top1, rank, negative, pos.mean()))
+        if stats.col_rank is not None:
+            top1, rank, _ = naive_stats(scores[:, :N].T, pos, count[:, :N].T)
+            torch.testing.assert_close((stats.col_top1, stats.col_rank), (top1, rank))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"same_id": "positive"}, r"same_id='positive': expected ids= beside it"),
+        ({"same_id": "drop", "ids": IDS}, r"same_id: expected one of 'exclude', 'positive'"),
+        ({"same_id": "positive", "ids": IDS, "margin": 0.1}, "same_id and margin"),
+        ({"same_id": "positive", "ids": IDS, "label_smoothing": 0.1}, "same_id and label_smoothing"),
+    ],
+)
+def test_several_positives_that_mean_nothing(options: dict[str, Any], says: str) -> None:
+    x = features(N, D, seed=1)
+    with pytest.raises(ValueError, match=says):
+        ct.clip_loss(x, x, **options)
 
 
 # --- statistics ---------------------------------------------------------------------------------------------------

@@ -89,10 +89,26 @@ def siglip_errors(sizes: tuple[int, ...], tile: int) -> list[float]:
     return compare(ours, reference.siglip_loss, [scalar(1.3), scalar(-2.0)], pairs)
 
 
+def siglip_ids_errors(sizes: tuple[int, ...], tile: int) -> list[float]:
+    n = sum(sizes)
+    pairs = [(features(n, 1), sizes), (features(n, 2), sizes)]
+    ids, errors = integers(n, 5, 3), []
+    for same_id in ("exclude", "positive"):
+        ours = lambda a, b, s, c, how=same_id: ct.siglip_loss(  # noqa: E731
+            a, b, s, c, ids=part(ids, sizes), same_id=how, tile=tile
+        )
+        oracle = lambda a, b, s, c, how=same_id: reference.siglip_loss(a, b, s, c, ids=ids, same_id=how)  # noqa: E731
+        errors += compare(ours, oracle, [scalar(1.3), scalar(-2.0)], pairs)
+    return errors
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "ids": {},
     "margin": {"margin": 0.2},
     "label_smoothing": {"label_smoothing": 0.2},
+    "positives": {"same_id": "positive"},
+    "elsewhere": {"in_batch_negatives": False},
+    "biases": {},
 }
 
 
@@ -108,6 +124,11 @@ def option_errors(name: str, which: str, sizes: tuple[int, ...], tile: int) -> l
     def loss(function: Callable[..., Tensor], deal: Callable[[Tensor, tuple[int, ...]], Tensor], **more: Any) -> Any:
         options = {"ids": deal(ids, sizes), "weights": deal(weights, sizes), "hard_mask": deal(mask, sizes)}
         options["extra_ids"] = deal(extra_ids, extras)
+        if which == "biases":
+            options["key_bias"], options["extra_bias"] = (
+                deal(features(n, 5)[:, 0], sizes),
+                deal(weights[: sum(extras)], extras),
+            )
         return lambda q, k, e, h, s: function(
             q, k, s, extra_keys=e, hard_negatives=h, **options, **OPTIONS[which], **more
         )
@@ -118,7 +139,7 @@ def option_errors(name: str, which: str, sizes: tuple[int, ...], tile: int) -> l
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("function", [nt_xent_errors, sup_con_errors, siglip_errors])
+@pytest.mark.parametrize("function", [nt_xent_errors, sup_con_errors, siglip_errors, siglip_ids_errors])
 def test_losses_over_ranks(function: Callable[..., list[float]], sizes: tuple[int, ...]) -> None:
     for tile in (4, 100):
         for errors in pool(len(sizes)).run(function, sizes, tile):
@@ -126,26 +147,42 @@ def test_losses_over_ranks(function: Callable[..., list[float]], sizes: tuple[in
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("which", OPTIONS)
-@pytest.mark.parametrize("name", ["clip_loss", "info_nce"])
+@pytest.mark.parametrize(
+    ("name", "which"),
+    [
+        (name, which)
+        for name in ("clip_loss", "info_nce")
+        for which in OPTIONS
+        if (name, which) != ("clip_loss", "elsewhere")
+    ],
+)
 def test_options_over_ranks(name: str, which: str, sizes: tuple[int, ...]) -> None:
     for errors in pool(len(sizes)).run(option_errors, name, which, sizes, 4):
         assert max(errors) < 1e-11, errors
 
 
-def statistics(name: str, sizes: tuple[int, ...]) -> tuple[list[float], list[float]]:
+def statistics(name: str, same_id: str | None, sizes: tuple[int, ...]) -> tuple[list[float], list[float]]:
     """Over the ranks, and of one process on the whole batch."""
     n = sum(sizes)
     q, k = features(n, 1), features(n, 2)
     more = {"clip_loss": (1.3,), "siglip_loss": (1.3, -1.0), "nt_xent": (0.7,)}[name]
-    _, got = getattr(ct, name)(part(q, sizes), part(k, sizes), *more, return_stats=True, tile=4)
-    _, want = getattr(ct, name)(q, k, *more, return_stats=True, group=None)
+    mine: dict[str, Any] = {"tile": 4}
+    whole: dict[str, Any] = {"group": None}
+    if same_id is not None:
+        ids = integers(n, 5, 3)
+        mine |= {"ids": part(ids, sizes), "same_id": same_id}
+        whole |= {"ids": ids, "same_id": same_id}
+    _, got = getattr(ct, name)(part(q, sizes), part(k, sizes), *more, return_stats=True, **mine)
+    _, want = getattr(ct, name)(q, k, *more, return_stats=True, **whole)
     return [float(x) for x in got if x is not None], [float(x) for x in want if x is not None]
 
 
-@pytest.mark.parametrize("name", ["clip_loss", "siglip_loss", "nt_xent"])
-def test_statistics_are_of_the_global_batch(name: str) -> None:
-    for got, want in pool(3).run(statistics, name, (5, 0, 17)):
+BY_ID = [(name, how) for name in ("clip_loss", "siglip_loss") for how in (None, "exclude", "positive")]
+
+
+@pytest.mark.parametrize(("name", "same_id"), [*BY_ID, ("nt_xent", None)])
+def test_statistics_are_of_the_global_batch(name: str, same_id: str | None) -> None:
+    for got, want in pool(3).run(statistics, name, same_id, (5, 0, 17)):
         assert got == pytest.approx(want, rel=1e-12)
 
 

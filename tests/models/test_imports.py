@@ -70,6 +70,6 @@ def test_other_towers_name_the_broken_torchvision(broken_torchvision: Path) -> N
     done = run(broken_torchvision, code)
     assert done.returncode == 1
     told = done.stderr.strip().splitlines()[-1]
-    assert told.startswith("ImportError: transformers is needed for these towers. torchvision 0.99.0 is installed but")
+    assert told.startswith("ImportError: transformers is needed for hf: towers. torchvision 0.99.0 is installed but")
     assert "(RuntimeError: operator torchvision::nms does not exist). It breaks transformers. " in told
     assert "Install the torchvision that belongs to torch" in told and "or uninstall it" in told

@@ -273,9 +273,15 @@ def test_a_model_that_open_clip_does_not_know() -> None:
 
 
 def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in (("open_clip", "open_clip:ViT-B-32"), ("sentence_transformers", "st:minilm")):
+    for module, name in (
+        ("open_clip", "open_clip:ViT-B-32"),
+        ("sentence_transformers", "st:minilm"),
+        ("transformers", "hf:any"),
+    ):
         monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(ImportError, match=rf"{module} is needed for these towers: pip install "):
+        with pytest.raises(
+            ImportError, match=rf"{module} is needed for {name.partition(':')[0]}: towers: pip install "
+        ):
             build_towers(TowerConfig(towers=name))
 
 

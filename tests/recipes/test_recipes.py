@@ -31,7 +31,7 @@ def test_recipes_are_the_papers_scripts(name: str) -> None:
     steps = in_steps(optim, per_epoch, steps=round(run.epochs * per_epoch))
     assert {**found, "warmup": steps.warmup} == script
     assert run.eval_every == run.save_every == per_epoch
-    assert (run.precision, optim.schedule, optim.min_lr, config.loss.dedup) == ("fp16", "cosine", 0.0, False)
+    assert (run.precision, optim.schedule, optim.min_lr, config.loss.same_id) == ("fp16", "cosine", 0.0, "negative")
     assert (config.augment.augment, config.augment.crop_scale) == ("clip", (0.08, 1.0))
     rates = (optim.optimizer, optim.lr, optim.betas, optim.weight_decay, optim.clip_grad)
     if name.endswith("lit"):

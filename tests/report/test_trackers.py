@@ -28,7 +28,7 @@ FACTS = {"loss": 8.25, "scale": 14.29, "lr": 1e-3, "pairs": 4096.0, "seconds": 2
 CONFIG = {
     "run": {"batch": 32, "out": Path("runs/a")},
     "optim": {"betas": (0.9, 0.98), "lr": 1e-3},
-    "loss": {"dedup": True},
+    "loss": {"same_id": "exclude"},
 }
 foreign_warnings = pytest.mark.filterwarnings("ignore")
 
@@ -130,7 +130,7 @@ def test_options_are_numbers_and_texts() -> None:
         "run.out": "runs/a",
         "optim.betas": "0.9, 0.98",
         "optim.lr": 1e-3,
-        "loss.dedup": True,
+        "loss.same_id": "exclude",
     }
 
 

@@ -67,6 +67,9 @@ def test_typing_finds_pictures(pictures: Finder, open_page: Open) -> None:
         item.text for item in group.items
     ]
     page.until("Array.from(document.querySelectorAll('li img')).every((x) => x.complete && x.naturalWidth === 16)")
+    assert page.value("document.getElementById('text').placeholder") == f"for example: {gallery_of(pictures).texts[0]}"
+    page.until("Array.from(document.querySelectorAll('li img')).every((x) => x.clientWidth === 96)")  # 6 times as large
+    assert page.value("getComputedStyle(document.querySelector('li img')).imageRendering") == "pixelated"
     assert count(page, "li img") == 24 and page.value("document.getElementById('status').ariaLive") == "polite"
 
 
@@ -147,6 +150,7 @@ def test_hostile_names_and_captions_stay_text_on_a_narrow_screen(pictures: Finde
     shown = page.value("document.getElementById('found').textContent")
     assert HOSTILE[0] in shown and HOSTILE[1] in shown and HOSTILE[2] in shown and "\u202e" not in shown
     assert HOSTILE[0] in page.value(STATUS) and HOSTILE[1] in page.value("document.querySelector('h1').textContent")
+    assert page.value("document.getElementById('text').placeholder") == f"for example: {texts[0]}"
     assert page.value("window.harmed") is None
     assert count(page, "script") == 1 and count(page, "img[src='x']") == 0 and count(page, "a") == 0
     assert page.value("document.documentElement.scrollWidth") <= 400

@@ -18,6 +18,7 @@ import torch
 
 from contratile.cli import main
 from contratile.data.images import decode
+from contratile.report.corpus import find, sheet_rows
 from contratile.report.gallery import load_gallery
 from contratile.report.gallery_corpus import GalleryCorpus, found_rows
 from contratile.serve import Finder, Server, make_server
@@ -143,6 +144,16 @@ def test_a_thumbnail_that_is_no_picture_is_not_sent(pictures: Finder, serving: S
     assert [ask(server, "GET", f"/thumbnail/{item}")[0] for item in (0, 1)] == [404, 200]
 
 
+def test_a_damaged_thumbnail_is_a_blank_on_the_sheet(pictures: Finder) -> None:
+    gallery = gallery_of(pictures)
+    damaged = [b"\x89PNG\r\n\x1a\nnothing", *gallery.pictures[1:]]
+    corpus = GalleryCorpus(gallery._replace(pictures=damaged))
+    (row,) = sheet_rows(corpus, ["x"], gallery.left[:1], k=2, among="left")
+    assert row.images[0] is None and row.images[1] is not None
+    with pytest.raises(ValueError, match="split: expected one of 'all', 'held out', 'training', got 'odd'"):
+        find(corpus, ["x"], gallery.left[:1], k=1, among="left", split="odd")  # type: ignore[arg-type]
+
+
 def test_scores_that_are_not_finite_are_left_out(pictures: Finder, serving: Start) -> None:
     gallery = gallery_of(pictures)
     spoiled = GalleryCorpus(gallery._replace(left=torch.full_like(gallery.left, float("nan"))))
@@ -161,6 +172,36 @@ def test_the_page_loads_nothing_from_elsewhere(pictures: Finder, serving: Start)
     assert headers["X-Content-Type-Options"] == "nosniff" and headers["Server"] == "contratile"
     assert ask(server, "HEAD", "/")[::2] == (200, b"")
     assert json.loads(ask(server, "GET", "/health")[2]) == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ('"><script>alert(1)</script>', "&quot;&gt;&lt;script&gt;alert(1)&lt;/script&gt;"),
+        ("$style \x1b[2J\n${limit}", "$style  ${limit}"),
+        ("w" * 300, "w" * 59 + "…"),
+    ],
+)
+def test_the_search_field_shows_a_text_of_the_corpus_and_it_stays_text(
+    pictures: Finder, serving: Start, text: str, shown: str
+) -> None:
+    gallery = gallery_of(pictures)
+    hostile = GalleryCorpus(gallery._replace(texts=[text, *gallery.texts[1:]]))
+    page = ask(serving(Finder(hostile, pictures.towers, "x")), "GET", "/")[2].decode()
+    assert f'placeholder="for example: {shown}"' in page and page.count("<script>") == 1
+
+
+def test_the_example_is_of_the_side_that_is_asked(pairs: Finder, views: Finder, serving: Start) -> None:
+    assert pairs.example() == gallery_of(pairs).names[0] and views.example() == ""
+    assert 'placeholder=""' in ask(serving(views), "GET", "/")[2].decode()
+
+
+def test_a_corpus_that_cannot_be_read_has_no_example(pictures: Finder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise OSError("gone")
+
+    monkeypatch.setattr(pictures.corpus, "hit", fails)
+    assert pictures.example() == ""
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------
@@ -400,6 +441,22 @@ def test_a_port_that_is_taken_or_impossible(pictures: Finder, monkeypatch: pytes
         make_server(pictures, port=70000)
     with pytest.raises(ValueError, match="host: expected an address of this machine"):
         make_server(pictures, host="no.such.host.invalid", port=0)
+
+
+def test_the_command_tells_that_the_port_is_taken(
+    pictures: Finder, pictures_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(server: Server) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Server, "serve_forever", interrupted)
+    with make_server(pictures, port=0) as first:
+        monkeypatch.setattr(serving_module, "PORT", first.server_port)
+        assert main(["serve", str(pictures_run)]) == main(["serve", str(pictures_run), "--port", "0"]) == 0
+    lines = capsys.readouterr().out.split("\n")
+    told = [line for line in lines if "is taken" in line]
+    port = next(line for line in lines if line.startswith("open ")).split(":")[2].partition("/")[0]
+    assert told == [f"port {first.server_port} is taken: using {port} (--port chooses another)"]
 
 
 def test_a_run_without_a_gallery_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,13 @@
 """`contratile train`, `eval` and `search`: one run through all of them, and what they say to mistakes."""
 
+import errno
 import json
 import re
 import shlex
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -46,6 +48,7 @@ def test_a_run_leaves_its_files(run: Path) -> None:
     with Image.open(run / "contact_sheet.png") as sheet:
         assert sheet.size[0] > 200
     page = (run / "report.html").read_text(encoding="utf-8")
+    assert "<h1>Training report: tiny encoders on pairs.csv</h1>" in page
     assert "data:image/png;base64," in page and "a dense loss would have taken" in page
 
 
@@ -108,7 +111,7 @@ def test_a_run_that_went_on_has_no_weights_for_its_old_gallery(
     assert main(["search", str(copy), "red"]) == 2
     told = capsys.readouterr().err
     assert (
-        "step-00000008: expected a folder, got nothing there. The run has" in told
+        "step-00000008: expected a folder, got none. The run has" in told
         and "writes its gallery again at its end" in told
     )
 
@@ -223,6 +226,35 @@ def test_several_queries_stay_several(run: Path, tmp_path: Path, capsys: pytest.
     for words, told in (([], "got nothing"), (["--queries", "red", " "], "got ' '")):
         assert main(["search", str(run), *words]) == 2
         assert f"query: expected a text, or the path of a picture, {told}" in capsys.readouterr().err
+
+
+def test_the_contact_sheet_is_refused_before_the_search(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No ending is silently a PNG, and nothing is opened for a name that cannot be written."""
+    (tmp_path / "file").write_text("")
+    nowhere = str(tmp_path / "no-run")
+    for name, told in (
+        ("found.txt", "expected the name of a picture that ends in .png, got "),
+        ("found", "expected the name of a picture that ends in .png, got "),
+        ("found.jpg", "The contact sheet is a PNG: choose a name such as found.png"),
+        ("file/found.png", "expected a folder to write to, got "),
+    ):
+        assert main(["search", nowhere, "red", "--out", str(tmp_path / name)]) == 2
+        err = capsys.readouterr().err
+        assert "--out: " in err and told in err and "no-run" not in err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert main(["search", nowhere, "red", "--k", "0"]) == 2
+    assert "--k: expected at least 1, got 0" in capsys.readouterr().err
+    with monkeypatch.context() as read_only:
+        read_only.setattr("tempfile.TemporaryFile", Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
+        assert main(["search", nowhere, "red", "--out", str(tmp_path / "found.png")]) == 2
+    assert "expected a folder to write to, got " in (err := capsys.readouterr().err) and "Read-only" in err
+    assert main(["search", str(run), "red", "--out", str(tmp_path / "new" / "folder" / "Found.PNG")]) == 0
+    assert (tmp_path / "new" / "folder" / "Found.PNG").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr("contratile.train.gallery_search.encode_queries", None)
+    assert main(["search", str(run), "red-line-1.png", "--among", "right", "--out", str(tmp_path / "x.png")]) == 2
+    assert "--out: expected a search that finds images" in capsys.readouterr().err
 
 
 def test_pictures_are_queries_too(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,6 +96,20 @@ def test_configs_of_earlier_versions(tmp_path: Path) -> None:
     assert (run.chunk, run.tensorboard, run.track) == (64, False, ())
 
 
+@pytest.mark.parametrize(
+    ("loss", "dedup", "same_id"),
+    [
+        ("clip", "true", "exclude"),
+        ("infonce", "false", "negative"),
+        ("siglip", "true", "negative"),
+        ("supcon", "false", "exclude"),
+    ],
+)
+def test_what_earlier_versions_called_dedup(loss: str, dedup: str, same_id: str, tmp_path: Path) -> None:
+    (tmp_path / "old.toml").write_text(f'[loss]\nloss = "{loss}"\ndedup = {dedup}\n', encoding="utf-8")
+    assert load_config(tmp_path / "old.toml").loss.same_id == same_id
+
+
 def test_a_chunk_and_trackers_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert parse(["--chunk", "512"]).run.chunk == 512
     (tmp_path / "recipe.toml").write_text('[run]\nchunk = "auto"\ntrack = ["wandb"]')

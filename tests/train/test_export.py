@@ -337,8 +337,8 @@ def test_names_without_folders(name: str, told: str) -> None:
 
 
 def test_the_command_has_what_was_chosen(tmp_path: Path) -> None:
-    told = command(small(tmp_path / "my pairs.csv", tmp_path / "run", dedup=False, init_scale=20.0))
+    told = command(small(tmp_path / "my pairs.csv", tmp_path / "run", same_id="negative", init_scale=20.0))
     words = told.replace(" \\\n ", "").split()
-    assert words[:2] == ["contratile", "train"] and "--no-dedup" in words and "--init-scale" in words
+    assert words[:2] == ["contratile", "train"] and "--same-id" in words and "--init-scale" in words
     assert "--data 'my pairs.csv'" in told and "--out" not in words and str(tmp_path) not in told
     assert command(TrainConfig()) == "contratile train"

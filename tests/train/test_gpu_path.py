@@ -24,14 +24,17 @@ N, D = 300, 64
 def options() -> Iterator[dict[str, Any]]:
     """Every combination of the loss section of a configuration that is allowed."""
     for loss, cache in itertools.product(get_args(LossName), (0, 1)):
-        own: Any = [(True, None, 0.0)]
+        own: Any = [("exclude", None, 0.0)]
         if loss in ("clip", "infonce"):
-            own = [x for x in itertools.product((True, False), (None, 0.1), (0.0, 0.1)) if not (x[1] and x[2])]
-        for dedup, margin, smoothing in own:
+            same = "exclude", "negative"
+            own = [x for x in itertools.product(same, (None, 0.1), (0.0, 0.1)) if not (x[1] and x[2])]
+        if loss in ("clip", "infonce", "siglip"):
+            own.append(("positive", None, 0.0))
+        for same_id, margin, smoothing in own:
             yield {
                 "loss": loss,
                 "cache_mib": cache,
-                "dedup": dedup,
+                "same_id": same_id,
                 "margin": margin,
                 "label_smoothing": smoothing,
             }

@@ -171,6 +171,7 @@ def test_a_signal_to_the_whole_group(launcher: tuple[str, ...], number: signal.S
         os.killpg(process.pid, number)
         _, errors = process.communicate(timeout=600)
     (stopped,) = re.findall(r"stopped at step (\d+); the same command continues from there", errors)
+    assert errors.count("finishing this step, then saving") == 1
     assert (run / "checkpoints" / f"step-{int(stopped):08d}").is_dir()
     assert "DataLoader" not in errors and "Errno" not in errors
     if not launcher:

@@ -80,6 +80,28 @@ def test_similarity_is_the_cosine(model: Any, files: list[Path]) -> None:
     assert torch.equal(places, found.topk(2).indices)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_similarity_of_very_long_and_very_short_rows(model: Any, dtype: torch.dtype) -> None:
+    """Squares of the largest numbers overflow, those of the smallest vanish; a cosine does not depend on the length."""
+    torch.manual_seed(0)
+    a, b = torch.randn(3, 8, dtype=dtype), torch.randn(4, 8, dtype=dtype)
+    size = torch.finfo(dtype).max / 16
+    lengths = torch.tensor([[size], [1], [torch.finfo(dtype).tiny * 1024]], dtype=dtype)
+    found = model.similarity(a * lengths, b * torch.tensor(size, dtype=dtype))
+    cosines = torch.nn.functional.cosine_similarity(a.double()[:, None], b.double()[None], dim=-1)
+    torch.testing.assert_close(found.double(), cosines, atol=16 * torch.finfo(dtype).eps, rtol=0)
+    assert model.similarity(torch.zeros(1, 8, dtype=dtype), b).tolist() == [[0.0] * 4]
+    assert model.similarity(a[:0], b).shape == (0, 4)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_similarity_of_what_has_no_cosine(model: Any, value: float) -> None:
+    b = torch.ones(3, 8)
+    b[1, 2] = value
+    with pytest.raises(ValueError, match=r"row 1 of b: expected finite numbers, got (nan|inf)"):
+        model.similarity(torch.ones(2, 8), b)
+
+
 def test_broken_files_are_named(model: Any, files: list[Path], tmp_path: Path) -> None:
     (tmp_path / "text.png").write_text("no picture")
     with pytest.raises(ValueError, match=r"image 1, .*text\.png: expected a picture, got not an image in a known"):
@@ -96,6 +118,14 @@ def test_broken_files_are_named(model: Any, files: list[Path], tmp_path: Path) -
         (torch.zeros(2, 3, 4, 4), TypeError, "image 0: expected a uint8 tensor, got torch.float32"),
         (torch.zeros(3, 4, 4, dtype=torch.uint8), ValueError, r"images: expected a tensor \[n, 3, H, W\], got \[3, 4"),
         ([torch.zeros(4, 4, 3, dtype=torch.uint8)], ValueError, r"image 0: expected shape \[3, H, W\], got \[4, 4, 3"),
+        (torch.zeros(2, 3, 0, 5, dtype=torch.uint8), ValueError, r"image 0: expected an image with pixels, got shape"),
+        (
+            [Image.new("RGB", (9, 9)), Image.new("RGB", (0, 5))],
+            ValueError,
+            "image 1: expected a picture, got image of 0 x 5",
+        ),
+        ([Image.new("L", (5, 0))], ValueError, "image 0: expected a picture, got image of 5 x 0 pixels"),
+        ([Image.new("RGBA", (0, 0))], ValueError, "image 0: expected a picture, got image of 0 x 0 pixels"),
     ],
 )
 def test_what_is_no_image(images: Any, error: type[Exception], told: str, model: Any) -> None:
@@ -108,6 +138,10 @@ def test_what_is_no_list_of_texts(model: Any) -> None:
         model.encode_text("one text")
     with pytest.raises(TypeError, match="text 1: expected a str, got int"):
         model.encode_text(["a", 3])
+    with pytest.raises(
+        ValueError, match=r"text 2: .*, got the lone surrogate '\\ud800' at character 1\. .*\"replace\""
+    ):
+        model.encode_text(["a", "grün", "x\ud800y"])
     with pytest.raises(ValueError, match="batch_size: expected at least 1, got 0"):
         model.encode_text(["a"], batch_size=0)
 
@@ -133,6 +167,15 @@ def test_weights_and_device(run: Path, model: Any) -> None:
         ct.load(run, "step-00000008")
     with pytest.raises(ValueError, match=r"run: expected a folder with config\.toml"):
         ct.load(run / "checkpoints")
+
+
+@pytest.mark.parametrize("device", ["banana", "meta", "cuda:99", 3.5])
+def test_devices_that_are_not_there(run: Path, model: Any, device: Any) -> None:
+    told = r"device: expected a device of this machine \(cpu.*\), got .*\. Leave it out for the fastest one"
+    with pytest.raises(ValueError, match=told):
+        ct.load(run, device=device)
+    with pytest.raises(ValueError, match=told):
+        model.to(device)
 
 
 def test_progress(model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

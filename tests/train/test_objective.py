@@ -77,6 +77,34 @@ def test_a_negative_that_is_a_positive_is_spared() -> None:
     moved = hard.detach().clone()
     moved[6] = left[0].detach() * 3  # the place of that "a"
     config = LossConfig(ids="right")
-    blind = LossConfig(ids="right", dedup=False)
+    blind = LossConfig(ids="right", same_id="negative")
     spared, counted = (batch_loss(x, left, right, facts, moved, scale=scale)[0] for x in (config, blind))
     assert counted.item() > spared.item() + 0.5
+
+
+@pytest.mark.parametrize("same_id", ["exclude", "positive", "negative"])
+@pytest.mark.parametrize("loss", ["clip", "infonce", "siglip"])
+def test_pairs_of_equal_id(loss: Any, same_id: Any) -> None:
+    left, right, _, scale = parts()
+    config = LossConfig(loss=loss, ids="right", same_id=same_id)
+    bias = (torch.tensor(-3.0),) if loss == "siglip" else ()
+    facts = pair_facts(chunk(TEXTS, NAMES), "right")
+    found, stats, _ = batch_loss(config, left, right, facts, scale=scale, bias=bias[0] if bias else None)
+    functions: dict[str, Any] = {"clip": ct.clip_loss, "infonce": ct.info_nce, "siglip": ct.siglip_loss}
+    options: dict[str, Any] = {} if same_id == "negative" else {"ids": text_ids(TEXTS), "same_id": same_id}
+    expected, wanted = functions[loss](left, right, scale, *bias, return_stats=True, **options)
+    assert torch.equal(found, expected) and stats == wanted
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss": "supcon", "same_id": "positive"},
+        {"loss": "ntxent", "same_id": "negative"},
+        {"same_id": "positive", "margin": 0.1},
+        {"same_id": "positive", "label_smoothing": 0.1},
+    ],
+)
+def test_what_equal_ids_cannot_be(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="same_id"):
+        LossConfig(**options).check()

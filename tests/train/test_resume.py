@@ -1,5 +1,6 @@
 """Where a run goes on, and what it refuses: another checkpoint than its newest, and options that do not fit."""
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -226,8 +227,12 @@ def test_a_run_that_was_stopped_at_its_end_counts_its_last_evaluation(table: Pat
     assert (copy / "best").resolve().name == "step-00000002" and load_run(copy).step == 2
     assert all(torch.equal(x, before[name]) for name, x in weights(copy).items())
     assert _used(trainer, 2) == "the best ones, which `contratile eval` uses too"
+    # Lines of later steps, whose checkpoints are gone, go also if the evaluation itself is recorded already.
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "loss": 1.0}\n{"step": 4, "loss": 1.0}\n' + json.dumps({"step": 4, BEST: 1.0}) + "\n")
     Trainer(small(table, copy, **ended)).run()
-    assert len([entry for entry in history(copy) if BEST in entry and entry["step"] > 0]) == 1
+    assert [entry["step"] for entry in history(copy) if BEST in entry and entry["step"] > 0] == [2]
+    assert max(entry["step"] for entry in history(copy)) == 2
 
 
 @pytest.mark.parametrize("wrong", ["", None, 3, "step-00000004/../step-00000004"])

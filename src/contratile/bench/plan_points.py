@@ -64,9 +64,9 @@ def definition(point: Point) -> tuple[Side, Side]:
         spec = {"tiny": {"towers": "tiny"}, "minilm": {"towers": "st:minilm"}}
         config = TowerConfig(checkpointing=point.checkpointing, **spec[point.model])  # type: ignore[arg-type]
         return sides_of(tower_definitions(config), tokens=point.tokens)
-    from contratile.models.base import import_for_towers
+    from contratile.models.base import import_needed
 
-    transformers = import_for_towers("transformers", "transformers")
+    transformers = import_needed("transformers", "transformers", needed_for="models of this benchmark")
     ids = torch.empty((1, point.tokens), dtype=torch.long, device="meta")
     with torch.device("meta"):
         if point.model == "vit":

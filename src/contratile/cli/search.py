@@ -1,6 +1,7 @@
 """`contratile search`: find the images or texts of a run, or of embedded features, that are nearest to a query."""
 
 import argparse
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out",
         type=Path,
-        help="where to write the contact sheet (default: search.png in the folder, NAME.search.png beside NAME.npy)",
+        help="where to write the contact sheet, a name that ends in .png (default: search.png in the folder, "
+        "NAME.search.png beside NAME.npy)",
     )
     return parser
 
@@ -73,22 +75,38 @@ def _search(options: Any) -> None:
     from contratile.report.corpus import searched_side, sheet_rows
 
     queries = _queries(options)
-    if options.out is not None and options.out.is_dir():
-        bad_value("out", expected="the name of a picture", got=f"the folder {options.out}", remedy="Add a name.")
     check_count("--k", options.k, least=1)
+    if options.out is not None:
+        _check_out(options.out)
     corpus, towers, _, sheet = open_corpus(options.corpus, run=options.run, pictures=options.pictures)
     among: Side = options.among or searched_side(corpus.kinds, corpus.searchable)
+    finds_pictures = corpus.kinds[0] == "image" and among == "left"
+    if options.out is not None and not finds_pictures:
+        remedy = "Drop it: texts are printed."
+        bad_value("--out", expected="a search that finds images", got=options.out, remedy=remedy)
     features = [_features(towers, query, among, chosen=options.among is not None) for query in queries]
     rows = sheet_rows(corpus, queries, torch.cat(features), k=options.k, among=among)
-    if corpus.kinds[0] == "image" and among == "left":
+    if finds_pictures:
         _show_pictures(rows, corpus, options.out or sheet, options.k)
         return
-    if options.out is not None:
-        remedy = "Drop it: texts are printed."
-        bad_value("out", expected="a search that finds images", got=options.out, remedy=remedy)
     side = corpus.sides[0 if among == "left" else 1]
     for row in rows:
         print(printable(f'nearest to "{row.query}" among {side}'), *lines(row), sep="\n")
+
+
+def _check_out(out: Path) -> None:
+    """Refuse a name that the contact sheet cannot be written to, before anything is encoded. Makes its folder."""
+    if out.suffix.lower() != ".png" or out.is_dir():
+        got = f"the folder {out}" if out.is_dir() else out
+        remedy = "The contact sheet is a PNG: choose a name such as found.png."
+        bad_value("--out", expected="the name of a picture that ends in .png", got=got, remedy=remedy)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass  # access rights alone do not tell: the file system may be read-only
+    except OSError as error:
+        got = f"{out.parent} ({error.strerror or error})"
+        bad_value("--out", expected="a folder to write to", got=got, remedy="Choose another folder.")
 
 
 def _queries(options: Any) -> list[str]:

@@ -44,6 +44,7 @@ def serve(argv: Sequence[str]) -> int:
         return 1
     quiet_progress()
     from contratile.serve import load_finder, make_server
+    from contratile.serve.server import PORT
 
     try:
         finder = load_finder(options.corpus, run=options.run, pictures=options.pictures)
@@ -51,6 +52,8 @@ def serve(argv: Sequence[str]) -> int:
             found = printable(f"{finder.title}: {finder.corpus.counts()}")
             if finder.corpus.remark:
                 print(printable(f"pictures are missing: {finder.corpus.remark}"))
+            if options.port is None and server.server_port != PORT:
+                print(f"port {PORT} is taken: using {server.server_port} (--port chooses another)")
             print(f"{found}\nopen {server.address} (Ctrl-C ends it)", flush=True)
             server.serve_forever()
     except KeyboardInterrupt:

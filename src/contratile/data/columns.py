@@ -89,9 +89,8 @@ class Columns:
             yield partial(self._picture, value, f"{key}/{place}") if picture else usable_text(value, key)
 
     def texts(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-        """Yield the usable texts of rows."""
+        """Yield the usable texts of rows, without hard negatives: a tokenizer must not depend on them."""
         names = [*([self.left] if self.kinds[0] == "text" else []), self.right]
-        names += self.negatives if self.traits.negatives == "text" else ()
         for row in rows:
             for name in names:
                 with suppress(Broken):

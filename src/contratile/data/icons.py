@@ -85,7 +85,7 @@ class Icons:
         cache: Path | None = None,
         folder: Path | None = None,
     ) -> None:
-        self.name = f"icons ({split}, {size} px)"
+        self.name = f"icons of {size} x {size} pixels ({split})"
         self._file = _rasterised(folder, size, cache)
         icons = [Icon(*facts) for facts in json.loads(_metadata(self._file))]
         self._chosen = [

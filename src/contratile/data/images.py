@@ -71,6 +71,8 @@ def decode(data: Path | bytes | Image.Image, key: str) -> Image.Image:
         raise Broken(key, f"not an image in a known format ({', '.join(FORMATS)})") from None
     except Image.DecompressionBombError:
         raise Broken(key, f"image of more than {MAX_PIXELS // 10**6} megapixels") from None
+    except Broken:
+        raise
     except Exception as error:  # decoders raise anything for damaged files
         what = "truncated" if "truncated" in str(error) else "damaged or unreadable"
         raise Broken(key, f"{what} image ({type(error).__name__})") from None
@@ -97,6 +99,8 @@ def _opened(path: Path, key: str) -> BinaryIO:
 
 def _own(image: Image.Image, key: str, frames: Frames | None, *, drafted: bool = False) -> Image.Image:
     """An RGB copy that does not depend on the file, brought to its size by `frames`."""
+    if 0 in image.size:
+        raise Broken(key, f"image of {image.width} x {image.height} pixels")
     found = _rgb(image)
     if frames is not None:
         return frames.frame(found, key, drafted=drafted)

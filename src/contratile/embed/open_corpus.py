@@ -23,10 +23,10 @@ from contratile.printable import printable
 from contratile.report.corpus import Corpus
 from contratile.report.gallery import load_gallery
 from contratile.report.gallery_corpus import GalleryCorpus
-from contratile.train.checkpoint import step_name
+from contratile.train.checkpoint import step_name, steps
 from contratile.train.config import TrainConfig
 from contratile.train.config_file import CONFIG
-from contratile.train.load import load_run
+from contratile.train.load import Run, load_run
 
 
 class OpenedCorpus(NamedTuple):
@@ -62,7 +62,9 @@ def open_corpus(path: Path, *, run: Path | None = None, pictures: str | None = N
         expected = "the folder of a run, or features that `contratile embed` wrote"
         bad_value("what to search", expected=expected, got=f"nothing at {path}", remedy="Check the path.")
     gallery = load_gallery(path)
-    towers = load_run(path, step_name(gallery.step)).towers  # which need not be the best ones
+    # Its weights need not be the best ones.
+    remedy = "It removes older ones as it trains, and writes its gallery again at its end."
+    towers = _run_at(path, gallery.step, remedy).towers
     title = printable(path.resolve().name) or "run"
     return OpenedCorpus(GalleryCorpus(gallery), towers.to(best_device()), title, path / "search.png")
 
@@ -93,7 +95,8 @@ def _open_embedded(out: Path, folder: bool, run: Path | None, pictures: str | No
     if run is None and not (record.run and (place / CONFIG).exists()):
         got = f"none at {printable(record.run)}" if record.run else "none"
         bad_value(f"run that embedded {out}", expected="a folder", got=got, remedy="Say where it is: --run RUN.")
-    towers, config, _ = load_run(place, step_name(record.step))
+    remedy = "Name a copy of the run that has it with --run, or embed the data again."
+    towers, config, _ = _run_at(place, record.step, remedy)
     widths = [getattr(towers, side).width for side in record.sides]
     if digest(towers) != record.weights or set(widths) != {record.width}:
         expected = f"the weights that embedded {out}, of step {record.step}"
@@ -108,6 +111,15 @@ def _open_embedded(out: Path, folder: bool, run: Path | None, pictures: str | No
     title = printable(out.resolve().parent.name if folder else out.stem) or "features"
     sheet = out.parent / "search.png" if folder else out.with_suffix(".search.png")
     return OpenedCorpus(EmbeddedCorpus(record, stored, source, remark), towers.to(best_device()), title, sheet)
+
+
+def _run_at(run: Path, step: int, remedy: str) -> Run:
+    """Load the weights of a step, which cannot be chosen: features were made with them."""
+    folder = run / "checkpoints" / step_name(step)
+    if (run / CONFIG).exists() and not folder.exists():
+        there = ", ".join(found.name for found in steps(run)) or "none"
+        bad_value(f"checkpoint {folder}", expected="a folder", got="none", remedy=f"The run has {there}. {remedy}")
+    return load_run(run, step_name(step), choose=False)
 
 
 def _picture_source(record: Record, config: TrainConfig, named: str | None) -> tuple[Indexed | None, str]:

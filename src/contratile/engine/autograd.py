@@ -64,7 +64,7 @@ def _is_small(ring: Ring, x: Inputs, spec: Spec) -> bool:
 
 
 def _wants_grad(x: Inputs) -> bool:
-    differentiable = x.query, x.key, x.scale, x.bias, x.stand_in
+    differentiable = x.query, x.key, x.scale, x.bias, x.key_bias, x.stand_in
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
 
 
@@ -101,7 +101,8 @@ class _Pairs(torch.autograd.Function):
         if ring.team.size > 1:  # what travels must be the same on every rank
             given = _with_zeros(given, results)
         needs = Inputs(*ctx.needs_input_grad[2:])
-        wanted = Wanted(bool(needs.query or needs.stand_in), bool(needs.key), bool(needs.scale), bool(needs.bias))
+        of_query = bool(needs.query or needs.stand_in)
+        wanted = Wanted(of_query, *(bool(getattr(needs, name)) for name in Wanted._fields[1:]))
         with _untracked():
             out = backward(ring, x, spec, results, given, wanted)
         if torch.is_grad_enabled():  # create_graph=True: these gradients may be used, but not differentiated

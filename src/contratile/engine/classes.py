@@ -6,8 +6,8 @@ The scores of a query with all keys of its class add up to its score with the su
     col_j = sum of alpha q_i k_j        over the queries i of key j's class
 
 Classes are arbitrary integers. Rows are visited sorted by class, a slice of classes at a time, so that no table of all
-classes exists. `differ` sums over all other classes instead. `others` means that queries and keys are the same rows,
-and leaves out the row itself.
+classes exists. `differ` sums over all other classes instead. A row may leave out one row of the other side (`LeftOut`):
+itself, where queries and keys are the same rows, or its positive.
 """
 
 from collections.abc import Iterator
@@ -29,6 +29,16 @@ class ClassSums(NamedTuple):
     row_count: Tensor
     col: Tensor  # [M]
     col_count: Tensor
+
+
+class LeftOut(NamedTuple):
+    """For each row of a side the row of the other side that its sum leaves out, if that has its class; -1: none."""
+
+    row: Tensor | None = None  # [N]
+    col: Tensor | None = None  # [M]
+
+
+_NOTHING = LeftOut()
 
 
 class _Members(NamedTuple):
@@ -53,27 +63,29 @@ def class_sums(
     rows: bool,
     cols: bool,
     differ: bool = False,
-    others: bool = False,
+    left_out: LeftOut = _NOTHING,
 ) -> ClassSums:
     """The sums over one block of queries and one of keys. A side that is not asked for stays 0."""
-    assert not (differ and others), "a row never differs from itself"
+    assert not differ or left_out.row is None, "a row never differs from itself"
     sums = ClassSums(*(torch.zeros(len(x), dtype=alpha.dtype, device=q.device) for x in (q, q, k, k)))
-    buffers = _buffers(max(len(q), len(k)), q, alpha)
+    buffers, ids = _buffers(max(len(q), len(k)), q, alpha), (query_classes, key_classes)
     all_q, all_k = (_total(x, buffers[0]) if differ and wanted else None for x, wanted in ((q, cols), (k, rows)))
     for queries, keys, slots in _by_class(query_classes, key_classes, of_both=differ):
-        for side, other, mine, theirs, everything, total, count in (
-            *([(q, k, queries, keys, all_k, sums.row, sums.row_count)] if rows else []),
-            *([(k, q, keys, queries, all_q, sums.col, sums.col_count)] if cols else []),
+        for side, other, mine, theirs, everything, out, classes, total, count in (
+            *([(q, k, queries, keys, all_k, left_out.row, ids, sums.row, sums.row_count)] if rows else []),
+            *([(k, q, keys, queries, all_q, left_out.col, ids[::-1], sums.col, sums.col_count)] if cols else []),
         ):
             table = _table(other, theirs, slots, buffers[0], everything)
             size = torch.bincount(theirs.slot, minlength=slots)
-            size = len(other) - size if differ else size - int(others)
+            size = len(other) - size if differ else size
             for part in mine.chunks():
-                sum_RD, own_RD = _gather(table, part.slot, buffers[0]), _gather(side, part.rows, buffers[1])
-                if others:
-                    sum_RD.sub_(own_RD)
-                total[part.rows] = sum_RD.mul_(own_RD).sum(1).mul_(alpha).to(total.dtype)
-                count[part.rows] = size[part.slot].to(count.dtype)
+                sum_RD, number = _gather(table, part.slot, buffers[0]), size[part.slot]
+                if out is not None:
+                    index, inside = _places(out, part.rows, *classes)
+                    sum_RD.sub_(_gather(other, index, buffers[1]).mul_(inside.unsqueeze(1)))
+                    number = number - inside.to(number.dtype)
+                total[part.rows] = sum_RD.mul_(_gather(side, part.rows, buffers[1])).sum(1).mul_(alpha).to(total.dtype)
+                count[part.rows] = number.to(count.dtype)
     return sums
 
 
@@ -87,11 +99,11 @@ def add_class_grads(
     col: Tensor | None,
     *,
     differ: bool = False,
-    others: bool = False,
+    left_out: Tensor | None = None,
 ) -> None:
     """dq_i += alpha * sum over i's class of (row_i + col_j) k_j, where `row` and `col` are the gradients of the sums.
 
-    The keys' gradient is the same with the sides exchanged.
+    `left_out` is the side's own part of `LeftOut`. The keys' gradient is the same with the sides exchanged.
     """
     buffers = _buffers(max(len(dq), len(k)), k, alpha)
     row, col = (None if x is None else x.to(buffers[0].dtype) for x in (row, col))
@@ -106,12 +118,21 @@ def add_class_grads(
                 _gather(plain, part.slot, grad_RD).mul_(take(row, part.rows).unsqueeze(1))
             if weighed is not None:
                 grad_RD.add_(_gather(weighed, part.slot, buffers[1]))
-            if others:
-                own_RD = _gather(k, part.rows, buffers[1])
-                for side in (row, col):
+            if left_out is not None:
+                index, inside = _places(left_out, part.rows, query_classes, key_classes)
+                out_RD = _gather(k, index, buffers[1]).mul_(inside.unsqueeze(1))
+                for side, at in ((row, part.rows), (col, index)):
                     if side is not None:
-                        grad_RD.addcmul_(own_RD, take(side, part.rows).unsqueeze(1), value=-1)
+                        grad_RD.addcmul_(out_RD, take(side, at).unsqueeze(1), value=-1)
             dq.index_add_(0, part.rows, grad_RD.mul_(alpha).to(dq.dtype))
+
+
+def _places(left_out: Tensor, rows: Tensor, own: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """What some rows leave out: the rows of the other side, and whether they are in the class at all."""
+    index = take(left_out, rows)
+    inside = index >= 0
+    index = index.clamp_min(0)
+    return index, inside & (take(other, index) == take(own, rows))
 
 
 def _buffers(rows: int, like: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:

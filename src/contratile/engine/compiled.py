@@ -60,7 +60,7 @@ def _forward(*arguments: Any) -> list[Tensor]:
 
 
 def _backward(*arguments: Any) -> list[Tensor]:
-    """The gradients of query, key, scale and bias; empty where not wanted."""
+    """The gradients of `InputGrads`; empty where not wanted."""
     x, spec, ring, (tensors, grads, wanted) = _call(arguments)
     results, given = _unpacked(x, spec, tensors), _unpacked(x, spec, grads)
     out = backward(ring, x, spec, results, given, Wanted(*wanted))
@@ -95,7 +95,7 @@ def _(*arguments: Any) -> list[Tensor]:
 @pair_gradients.register_fake
 def _(*arguments: Any) -> list[Tensor]:
     x, _, _, (_, _, wanted) = _call(arguments)
-    inputs = InputGrads(x.query, x.key, x.scale, x.bias)
+    inputs = InputGrads(*(getattr(x, name) for name in InputGrads._fields))
     return [
         torch.empty_like(like, memory_format=torch.contiguous_format)
         if needed and like is not None

@@ -35,6 +35,9 @@ class KeyBlock(NamedTuple):
     ids: Tensor | None = None
     classes: Tensor | None = None
     level: Tensor | None = None
+    bias: Tensor | None = None
+    """In the unit of the scores."""
+
     lse: Tensor | None = None
     grad: Tensor | None = None
     sums_grad: Tensor | None = None
@@ -42,12 +45,15 @@ class KeyBlock(NamedTuple):
 
 
 class KeyGrad(NamedTuple):
-    """The gradient of a block of keys, as it travels back to its owner."""
+    """The gradients of a block of keys and of their biases, as they travel back to their owner."""
 
-    dk: Tensor
+    dk: Tensor | None
+    dbias: Tensor | None = None
 
     def merge_(self, other: KeyGrad) -> None:
-        self.dk.add_(other.dk)
+        for mine, theirs in zip(self, other, strict=True):
+            if mine is not None and theirs is not None:
+                mine.add_(theirs)
 
 
 def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
@@ -58,14 +64,14 @@ def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     items = cached_items(ring, x, spec)
     cache = reserve.take(sum(items), alpha) if spec.cache_bytes else None
     caches = _pieces(cache, items)
-    mine = KeyBlock(x.keys, x.key_ids, x.key_classes)
+    mine = KeyBlock(x.keys, x.key_ids, x.key_classes, bias=_key_bias(x, spec, alpha))
     level = x.query_level
     tiles = registry.choose(x, spec)
     if spec.compares and pos is not None:
         level = torch.zeros_like(pos)
         home = _scores(ring, ring.team.rank, x, mine, spec, alpha, None, level)
         tiles.positives(home, spec, level)
-        torch_tiles.score_(home, pos.copy_(level))
+        torch_tiles.score_positives_(home, pos.copy_(level))
         if spec.cols:
             mine = mine._replace(level=_by_key(level, x, spec, otherwise=torch.inf))
     trip: RingPass[KeyBlock, SideParts] = RingPass(ring, mine)
@@ -119,10 +125,10 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
     col = row if symmetric else _side_grad(results.col, grads.col, spec, None)
     col_sums_grad = grads.row.sums if symmetric else grads.col.sums
     if col is None:
-        mine = KeyBlock(x.keys, x.key_ids)
+        mine = KeyBlock(x.keys, x.key_ids, bias=_key_bias(x, spec, alpha))
     else:
         col_level = _by_key(level, x, spec, otherwise=torch.inf) if level is not None and spec.filters else None
-        mine = KeyBlock(x.keys, x.key_ids, None, col_level, col.lse, col.grad)
+        mine = KeyBlock(x.keys, x.key_ids, None, col_level, _key_bias(x, spec, alpha), col.lse, col.grad)
     if grads.row.sums is not None or col_sums_grad is not None:
         mine = mine._replace(classes=x.key_classes, sums_grad=col_sums_grad)
     trip: RingPass[KeyBlock, KeyGrad] = RingPass(ring, mine)
@@ -135,13 +141,13 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
             theirs = SideGrad(visitor.lse, visitor.grad, visitor.level)
         pos_grad = grads.pos if block.home else None
         given = Given(row, theirs, results.pos, pos_grad, grads.row.sums, visitor.sums_grad)
-        dk = None
-        if wanted.key and not symmetric:
-            dk = block.zeros(x.query, alpha.dtype)
-            block.gathered = KeyGrad(dk)
+        dk = block.zeros(x.query, alpha.dtype) if wanted.key and not symmetric else None
+        dkey_bias = block.zeros(x.key_bias, alpha.dtype) if wanted.key_bias and x.key_bias is not None else None
+        if dk is not None or dkey_bias is not None:
+            block.gathered = KeyGrad(dk, dkey_bias)
         # With `key=None` both ranks compute their shared tiles, so each takes half.
         dalpha = alpha.new_zeros(()) if dscale is not None and symmetric and not block.home else dscale
-        into = Gradients(dq, dq if mirrored else dk, dalpha, dbias, once)
+        into = Gradients(dq, dq if mirrored else dk, dalpha, dbias, once, dkey_bias)
         with library_products(spec.precision, x.query):
             tiles.backward(scores, spec, given, into)
         if dscale is not None and dalpha is not None and dalpha is not dscale:
@@ -151,12 +157,20 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
             if result is not None and grad is not None:
                 dscale += (grad * result).sum() / alpha
         dscale = (dscale / number(spec.unit, dscale)).to(x.scale.dtype)
+    of_keys = trip.home or KeyGrad(None)
+    if of_keys.dbias is not None:
+        of_keys = of_keys._replace(dbias=of_keys.dbias / number(spec.unit, of_keys.dbias))
     return InputGrads(
         query=dq if dq is None or full else dq.to(x.query.dtype),
-        key=None if trip.home is None else trip.home.dk.to(x.query.dtype),
+        key=None if of_keys.dk is None else of_keys.dk.to(x.query.dtype),
         scale=dscale,
         bias=None if dbias is None or x.bias is None else dbias.to(x.bias.dtype),
+        key_bias=None if of_keys.dbias is None or x.key_bias is None else of_keys.dbias.to(x.key_bias.dtype),
     )
+
+
+def _key_bias(x: Inputs, spec: Spec, alpha: Tensor) -> Tensor | None:
+    return None if x.key_bias is None else x.key_bias.to(alpha.dtype) / spec.unit
 
 
 def _resolved(spec: Spec, x: Inputs) -> Spec:
@@ -194,6 +208,7 @@ def _scores(
         exclude_self=spec.exclude_self and home,
         query_ids=x.query_ids,
         key_ids=visitor.ids,
+        same_id=spec.same_id,
         keys=ring.sizes[source],
     )
     key = None if x.key is None and home else visitor.key
@@ -205,6 +220,7 @@ def _scores(
         query_classes=x.query_classes,
         key_classes=visitor.classes,
         folded=folded,
+        col_bias=visitor.bias,
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from contratile.engine.plan import Tile
+from contratile.engine.spec import SameId
 from contratile.engine.stats import part, take
 
 
@@ -32,6 +33,9 @@ class PairRule:
     key_ids: Tensor | None = None
     """[N] and [M]: pairs of equal id are excluded, except a query's own positive."""
 
+    same_id: SameId = "exclude"
+    """"positive": pairs of equal id are positives too."""
+
     keys: int = -1
     """M, if known: a tile with M columns holds every positive of its rows."""
 
@@ -43,16 +47,32 @@ class PairRule:
     def exclude_(self, scores: Tensor, tile: Tile) -> None:
         """Write -inf over the pairs of this tile that do not count."""
         rows, cols = tile.rows, tile.cols
-        if self.query_ids is not None and self.key_ids is not None:
-            same = self.query_ids[rows].unsqueeze(1) == self.key_ids[cols]
-            place = None if self.labels is None else self._positives(rows, cols)
-            if place is not None:
-                column, inside = place
-                spared = torch.zeros_like(column, dtype=torch.bool)
-                same.scatter_(1, column, spared if inside is None else same.gather(1, column) & ~inside.unsqueeze(1))
-            scores.masked_fill_(same, -torch.inf)
+        if self.same_id == "exclude":
+            same = self._same(tile)
+            if same is not None:
+                scores.masked_fill_(same, -torch.inf)
         if self.exclude_self and rows.start < cols.stop and cols.start < rows.stop:
             scores.diagonal(rows.start - cols.start).fill_(-torch.inf)
+
+    def more_positives(self, tile: Tile) -> Tensor | None:
+        """The pairs of this tile that are positive by their ids [R, C], without the labelled ones.
+
+        None: there are none. That is not asked on a GPU, which would synchronise it.
+        """
+        same = self._same(tile) if self.same_id == "positive" else None
+        return None if same is not None and same.is_cpu and not same.any() else same
+
+    def _same(self, tile: Tile) -> Tensor | None:
+        """The pairs of equal id, without the labelled ones."""
+        if self.query_ids is None or self.key_ids is None:
+            return None
+        same = self.query_ids[tile.rows].unsqueeze(1) == self.key_ids[tile.cols]
+        place = None if self.labels is None else self._positives(tile.rows, tile.cols)
+        if place is not None:
+            column, inside = place
+            spared = torch.zeros_like(column, dtype=torch.bool)
+            same.scatter_(1, column, spared if inside is None else same.gather(1, column) & ~inside.unsqueeze(1))
+        return same
 
     def of_positives(self, of_key: Tensor) -> Tensor:
         """For each query the value of its positive key."""

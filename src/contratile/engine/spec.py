@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -15,18 +15,21 @@ from torch import Tensor
 from contratile.ring.nodes import RingKind
 
 LOG2E = 1.4426950408889634
+SameId = Literal["exclude", "positive"]
+SAME_ID: tuple[str, ...] = get_args(SameId)
 
 
 class Inputs(NamedTuple):
-    """The tensors of a call. Gradients exist for query, key, scale, bias and stand_in."""
+    """The tensors of a call. Gradients exist for query, key, scale, bias, key_bias and stand_in."""
 
     query: Tensor  # [N, D]
     key: Tensor | None  # [M, D]; None: the keys are the queries
     scale: Tensor  # 0-d
     bias: Tensor | None = None  # 0-d
+    key_bias: Tensor | None = None  # [M] added to all scores of a key; log-sum-exps of two sets only
     labels: Tensor | None = None  # [N] index of each query's positive key
     query_ids: Tensor | None = None  # [N]
-    key_ids: Tensor | None = None  # [M] pairs of equal id are excluded, except a query's own positive
+    key_ids: Tensor | None = None  # [M] for pairs of equal id, see `Spec.same_id`
     query_classes: Tensor | None = None  # [N]
     key_classes: Tensor | None = None  # [M] for `Spec.sums` over pairs of equal class
     query_level: Tensor | None = None  # [N] the positives' products, if the positives are not among these keys
@@ -44,15 +47,17 @@ class Wanted(NamedTuple):
     key: bool
     scale: bool
     bias: bool
+    key_bias: bool = False
 
 
 class InputGrads(NamedTuple):
-    """The gradients of the inputs; None where not wanted."""
+    """The gradients of the inputs; None where not wanted. The first fields of `Inputs`, in their order."""
 
     query: Tensor | None
     key: Tensor | None
     scale: Tensor | None
     bias: Tensor | None
+    key_bias: Tensor | None = None
 
 
 class Spec(NamedTuple):
@@ -74,8 +79,12 @@ class Spec(NamedTuple):
     paired: bool = False
     """The positive of query i is key i: the labels are 0, 1, 2, ..."""
 
-    sums: Literal["", "all", "equal", "differ"] = ""
-    """Also sum scores over all pairs, pairs of equal class, or pairs of different id."""
+    same_id: SameId = "exclude"
+    """What pairs of equal id are, apart from a query's labelled positive: not there, or positive too. Ranks never count
+    them. Their sign is turned under a softplus; log-sum-exps contain them, and `sums="same"` gives their scores."""
+
+    sums: Literal["", "all", "equal", "differ", "same"] = ""
+    """Also sum scores over all pairs, those of equal class, of different id, or of equal id without the labelled."""
 
     col_sums: bool = True
     """Whether columns are summed too."""
@@ -129,7 +138,7 @@ class SideStats(NamedTuple):
 
     total: Tensor | None = None  # log-sum-exps, or sums of softplus
     slack: Tensor | None = None  # exp(total) / true sum, close to 1: see `Stats.finish`
-    sums: Tensor | None = None  # sums of scores (without bias), as `Spec.sums` says
+    sums: Tensor | None = None  # sums of scores (without biases), as `Spec.sums` says
     counts: Tensor | None = None  # number of those pairs
     higher: Tensor | None = None  # number of pairs above the positive
     equal: Tensor | None = None  # number of pairs equal to the positive
@@ -155,6 +164,10 @@ class PairStats(NamedTuple):
     def logits(self, products: Tensor, scale: Tensor) -> Tensor:
         """The scores of some products, in the same unit."""
         return products * (scale / self.unit)
+
+    def of_nats(self, nats: Tensor) -> Tensor:
+        """Nats in the same unit."""
+        return nats if self.unit == 1 else nats / self.unit
 
     def logaddexp(self, a: Tensor, b: Tensor) -> Tensor:
         return torch.logaddexp(a, b) if self.unit == 1 else torch.logaddexp2(a, b)

@@ -21,7 +21,7 @@ from contratile.grad_cache.auto import Trial, largest_chunk
 from contratile.grad_cache.chunks import Encoder, Nest, blocks, count_rows, is_whole, joint_blocks
 from contratile.grad_cache.encoded import EncoderSide, Rows
 from contratile.grad_cache.lengths import ByLength, Pool, SplitPool, token_columns
-from contratile.grad_cache.plan import Padding, Piece, by_length, by_rows
+from contratile.grad_cache.plan import Padding, Piece, by_length, by_rows, in_pieces
 from contratile.grad_cache.rows import SplitFn
 from contratile.grad_cache.sorting import Sorting
 from contratile.grad_cache.wrappers import check_equal_counts, is_collective, wrappers_of
@@ -185,7 +185,7 @@ class Feed:
 
     def _flush(self, agenda: Agenda, side: EncoderSide, nests: list[Nest], read: list[int]) -> Iterator[Item]:
         for pool in self._of_side(side, nests):
-            yield from self._cut(agenda, side, pool, read[side.index])
+            yield from self._cut(agenda, side, pool, read[side.index], blocks=True)
             read[side.index] += pool.total
 
     def _blocks(self, sides: list[EncoderSide], inputs: tuple[Nest, ...]) -> Iterator[tuple[EncoderSide, Nest]]:
@@ -200,8 +200,11 @@ class Feed:
 
     # --- sizes --------------------------------------------------------------------------------------------------------
 
-    def _cut(self, agenda: Agenda, side: EncoderSide, pool: Pool, offset: int = 0) -> list[Item]:
-        if isinstance(pool, SplitPool) and len(pool.lengths):
+    def _cut(
+        self, agenda: Agenda, side: EncoderSide, pool: Pool, offset: int = 0, *, blocks: bool = False
+    ) -> list[Item]:
+        """The chunks of a pool; `blocks`: of blocks of an iterator."""
+        if isinstance(pool, SplitPool) and len(pool.lengths) and (self.sorting.rule or self.chunk_tokens):
             plan = by_length(pool.lengths, size=self._size(side, pool), tokens=self.chunk_tokens)
         elif pool.rule is None:
             columns = _columns(pool) if self.chunk_tokens else 0
@@ -210,6 +213,9 @@ class Feed:
         else:
             sizes: dict[str, Any] = {"size": self._size(side, pool), "tokens": self.chunk_tokens}
             plan = by_length(pool.lengths, **sizes, buckets=self.sorting.buckets(side, pool.rule))
+            if blocks and any(map(is_collective, side.wrappers)):
+                # Blocks may be short where samples were left out; ranks with as many blocks need as many chunks.
+                plan = in_pieces(plan, sum(-(-count // sizes["size"]) for count in pool.counts))
         agenda.padding = agenda.padding.plus(pool.padding(plan))
         return [Item(side, pool, piece, offset) for piece in plan]
 

@@ -52,7 +52,7 @@ class ByLength:
 
     check: bool = True
     """Compare the features of a few rows with and without padding in the first step, and neither sort nor cut, with a
-    warning, if they differ."""
+    warning, if they differ; nor with batch norm in training mode, whose statistics would be those of one length."""
 
     def __post_init__(self) -> None:
         check_count("window", self.window, least=1)

@@ -65,6 +65,19 @@ def by_length(lengths: Tensor, *, size: int, tokens: int | None = None, buckets:
     return pieces
 
 
+def in_pieces(plan: Sequence[Piece], count: int) -> list[Piece]:
+    """The plan with at least `count` chunks: the most expensive ones are halved, each half right after the other."""
+    pieces = list(plan)
+    while len(pieces) < count:
+        at = max(range(len(pieces)), key=lambda x: pieces[x].cost if len(pieces[x].rows) > 1 else 0)
+        rows, length = pieces[at]
+        half = (len(rows) + 1) // 2
+        if half == len(rows):
+            break  # every chunk has one row
+        pieces[at : at + 1] = [Piece(rows[:half], length), Piece(rows[half:], length)]
+    return pieces
+
+
 def _bucket(length: int, buckets: Sequence[int]) -> int:
     place = bisect_left(buckets, length)
     return buckets[place] if place < len(buckets) else length
@@ -81,6 +94,11 @@ class Padding(NamedTuple):
 
     given: int = 0
     """Tokens as they came: rows times columns."""
+
+    @property
+    def saved(self) -> float:
+        """Share of the tokens as they came that were not encoded."""
+        return 1 - self.encoded / self.given if self.given else 0.0
 
     def plus(self, other: Padding) -> Padding:
         return Padding(*(a + b for a, b in zip(self, other, strict=True)))

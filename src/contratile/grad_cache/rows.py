@@ -9,7 +9,7 @@ A `split_fn` takes the inputs of a side and says how many rows they have and how
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -51,7 +51,8 @@ def image_patches(inputs: Mapping[str, Any]) -> Rows:
     """Rows of Qwen2-VL's processor and its relatives: patches of all images in one tensor, with a grid for each image.
 
     Rows may have several images: `num_images` (`num_videos`), a tensor in the inputs, says how many each of them has;
-    it is not passed to the encoder. Without it each row has one.
+    it is not passed to the encoder. Without it each row has one. The length of a row is its tokens and patches
+    together: rows of similar length share a chunk. Padding of the texts is not cut.
 
     Args:
         inputs: `input_ids`, `attention_mask`, `pixel_values` [patches, ...], `image_grid_thw` [images, 3], and the same
@@ -71,7 +72,8 @@ def image_patches(inputs: Mapping[str, Any]) -> Rows:
         counts[grid] = images
         counts[pixels] = torch.zeros(count, dtype=torch.long).index_add_(0, owner, patches)
     hidden = {number for _, number in _GRIDS.values()}
-    return ragged_rows({name: x for name, x in inputs.items() if name not in hidden}, counts, count)
+    rows = ragged_rows({name: x for name, x in inputs.items() if name not in hidden}, counts, count)
+    return replace(rows, lengths=_tokens(inputs, count) + sum(counts[x] for x in _GRIDS if x in counts))
 
 
 def several_images(inputs: Mapping[str, Any]) -> Rows:
@@ -208,6 +210,15 @@ def ragged_rows(inputs: Mapping[str, Any], counts: Mapping[str, Tensor], count: 
         return chunk
 
     return Rows(count, take)
+
+
+def _tokens(inputs: Mapping[str, Any], count: int) -> Tensor:
+    """Tokens of each row, by the mask if there is one."""
+    mask = inputs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        return (mask != 0).sum(1).cpu()
+    text = inputs.get("input_ids", inputs.get("inputs_embeds"))
+    return torch.full((count,), text.shape[1] if isinstance(text, Tensor) and text.dim() > 1 else 1)
 
 
 def _text_rows(inputs: Mapping[str, Any]) -> int:

@@ -15,7 +15,7 @@ from contratile.grad_cache.agreement import disagreement
 from contratile.grad_cache.chunks import Encoder, Nest
 from contratile.grad_cache.encoded import EncoderSide
 from contratile.grad_cache.lengths import POWERS, ByLength, Pool, can_join, has_lengths
-from contratile.grad_cache.wrappers import is_sharded
+from contratile.grad_cache.wrappers import is_collective
 from contratile.ring.team import Group, Team
 
 
@@ -26,7 +26,7 @@ class Sorting:
         if not isinstance(lengths, ByLength):
             check_choice("lengths", lengths, ("auto", "off"))
         self.rule = ByLength() if lengths == "auto" else None if lengths == "off" else lengths
-        self.auto, self.group = lengths == "auto", group
+        self.group = group
         self.agreed: dict[Encoder, bool] = {}
         """Whether features agree with and without padding."""
 
@@ -66,7 +66,7 @@ class Sorting:
     def _rule(self, side: EncoderSide, nests: Sequence[Nest]) -> ByLength | None:
         if self.rule is None or not all(has_lengths(nest, self.rule) for nest in nests):
             return None
-        if self.auto and any(isinstance(x, _BatchNorm) and x.training for x in side.owner.modules()):
+        if self.rule.check and any(isinstance(x, _BatchNorm) and x.training for x in side.owner.modules()):
             return None  # statistics of a chunk would be those of texts of one length
         return self.rule
 
@@ -83,7 +83,8 @@ class Sorting:
                 warnings.warn(
                     f"features of input {side.index} are not the same without padding ({found}), so its rows are "
                     "neither sorted nor cut by length. Does the encoder use its attention mask? Positions of left "
-                    "padded rows must not depend on the padding. GradCache(lengths='off') avoids this message.",
+                    "padded rows must not depend on the padding. GradCache(lengths='off') avoids this message, in a "
+                    "training run --lengths off.",
                     stacklevel=2,
                 )
         return self.agreed[side.encoder]
@@ -91,7 +92,7 @@ class Sorting:
     def _compared(self, side: EncoderSide, pool: Pool) -> str | None:
         """What `disagreement` finds. Ranks that share shards encode together, and so decide together."""
         team = Team.of(self.group)
-        if team.size == 1 or not any(map(is_sharded, side.wrappers)):
+        if team.size == 1 or not any(map(is_collective, side.wrappers)):
             return disagreement(side, pool)
         found = disagreement(side, pool, always=True)
         facts = torch.tensor([found is not None, bool(found)], dtype=torch.float32, device=side.device)

@@ -15,7 +15,8 @@ class BatchStats(NamedTuple):
     """Statistics over the pairs of all ranks: detached 0-d tensors.
 
     The rank of a positive is 1 + the number of other keys that score strictly higher, and top-1 means rank 1. Pairs
-    that a margin drops count, pairs of equal id do not. `col_*` are None for losses with one direction, and
+    that a margin drops count, pairs of equal id do not, also where they are positives (`same_id="positive"`): positives
+    here are the labelled ones. `col_*` are None for losses with one direction, and
     `negative_logit` is NaN if there is no negative. Scores are compared by their products, before the scale: exact
     ties are ties, while products that differ by rounding alone may be ranked either way.
     """
@@ -36,7 +37,7 @@ class Tally(NamedTuple):
     """
 
     above: Tensor
-    total: Tensor | None  # sums of scores
+    total: Tensor | None  # sums of scores: of all keys that count, or of positives beside the labelled one
     number: Tensor | None  # how many scores
     higher: Tensor | None  # how many above the positive
 
@@ -50,16 +51,24 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return None if a is None or b is None else a + b
 
 
-def batch_stats(rows: Tally, cols: Tally | None, stats: PairStats, team: Team) -> BatchStats:
-    """From complete tallies that count the positives among the keys. One sum over the ranks."""
+def batch_stats(
+    rows: Tally, cols: Tally | None, stats: PairStats, team: Team, negatives: tuple[Tensor, Tensor] | None = None
+) -> BatchStats:
+    """From complete tallies. One sum over the ranks.
+
+    `negatives`: the sum of all negatives' scores and their number. None: the tallies hold all keys that count, with one
+    positive each.
+    """
     pos = stats.pos
     assert pos is not None and rows.total is not None and rows.number is not None
-    sums = [pos.new_full((), len(pos)), pos.sum(), (rows.total - pos).sum(), (rows.number - 1).sum()]
+    if negatives is None:
+        negatives = (rows.total - pos).sum(), (rows.number - 1).sum()
+    sums = [pos.new_full((), len(pos)), pos.sum(), *negatives]
     for side in (rows,) if cols is None else (rows, cols):
         assert side.higher is not None
         sums += [(side.higher == 0).sum(), (side.higher + 1).sum()]
-    n, positive, negative, negatives, *found = team.sum(torch.stack([x.detach().to(pos) for x in sums]))
+    n, positive, negative, number, *found = team.sum(torch.stack([x.detach().to(pos) for x in sums]))
     row_top1, row_rank, *col = (x / n for x in found)
     col_top1, col_rank = col or (None, None)
-    negative_logit = torch.where(negatives > 0, stats.nats(negative) / negatives, torch.nan)
+    negative_logit = torch.where(number > 0, stats.nats(negative) / number, torch.nan)
     return BatchStats(row_top1, row_rank, col_top1, col_rank, stats.nats(positive) / n, negative_logit)

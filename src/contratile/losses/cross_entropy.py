@@ -3,7 +3,8 @@
     loss_i = lse_i - (1 - e) pos_i - e mean_i
 
 over the keys that count for query i: keys of all ranks, extra keys of all ranks, and its own hard negatives. Each
-source gives a log-sum-exp, and `logaddexp` joins them.
+source gives a log-sum-exp, and `logaddexp` joins them. With several positives (`same_id="positive"`) their mean score
+takes the place of pos_i. Without negatives from the batch, keys give no more than the positives.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def cross_entropies(
     """The losses of the queries against all keys, plus those of the keys against all queries if `spec.cols`."""
     if options.margin is not None:
         spec = spec._replace(margin=float(options.margin))
+    spec = spec._replace(same_id=options.same_id)
     own, extra = _shared_cache(spec, rings)
     proxy = None
     if options.several_sources and spec.backend != "dense":
@@ -43,21 +45,53 @@ def cross_entropies(
         query = query.detach()
     scale = as_tensor(scale, query)  # once: the gradients from all sources of keys add up in full precision
     query_ids, key_ids = options.pair_of_ids
-    x = Inputs(query, key, scale, labels=labels, query_ids=query_ids, key_ids=key_ids, stand_in=proxy)
-    stats = pair_stats(rings.keys, x, _with_sums(x, own, options))
-    assert stats.pos is not None
-    spared = None if query_ids is None or key_ids is None else query_ids == key_ids[labels]
-    rows = _tally(stats.row, stats.pos, spared)
+    x = Inputs(
+        *(query, key, scale),
+        key_bias=options.key_bias,
+        labels=labels,
+        query_ids=query_ids,
+        key_ids=key_ids,
+        stand_in=proxy,
+    )
+    spared = None
+    if query_ids is not None and key_ids is not None and not options.several_positives:
+        spared = query_ids == key_ids[labels]
+    if options.in_batch_negatives:
+        stats = pair_stats(rings.keys, x, _with_sums(x, own, options))
+        assert stats.pos is not None
+        rows = _tally(stats.row, stats.pos, spared, _without_bias(stats, x))
+    else:
+        stats, rows = _positives_alone(x, spec, options)
+        assert stats.pos is not None
     if rings.extra is not None and any(rings.extra.sizes):
         rows = rows.join(_extra_keys(x, stats, options, extra, rings.extra), stats)
     elif options.extra_keys is not None:  # none on any rank: keep them in the graph
         rows = rows._replace(above=rows.above + options.extra_keys.to(stats.pos.dtype).sum())
     if options.hard_negatives is not None:
         rows = rows.join(_hard_negatives(x, stats, options, options.hard_negatives), stats)
-    cols = _tally(stats.col, stats.pos, spared) if spec.cols else None
-    e = options.label_smoothing
-    losses = _loss(rows, stats.pos, e) if cols is None else _loss(rows, stats.pos, e) + _loss(cols, stats.pos, e)
-    return Losses(losses, stats, batch_stats(rows, cols, stats, rings.keys.team) if options.return_stats else None)
+    cols = _tally(stats.col, stats.pos, spared, _without_bias(stats, x)) if spec.cols else None
+    losses = _loss(rows, stats.pos, options)
+    if cols is not None:
+        losses = losses + _loss(cols, stats.pos, options)
+    if not options.return_stats:
+        return Losses(losses, stats, None)
+    negatives = _negatives(x, rows, stats, options, rings) if options.several_positives else None
+    stats = stats._replace(pos=_without_bias(stats, x))
+    return Losses(losses, stats, batch_stats(rows, cols, stats, rings.keys.team, negatives))
+
+
+def _positives_alone(x: Inputs, spec: Spec, options: PairOptions) -> tuple[PairStats, Tally]:
+    """What queries read from their positives, without any other key."""
+    assert x.key is not None and x.labels is not None
+    own = x.key[: len(x.query)] if spec.paired else x.key.index_select(0, x.labels)
+    products = own_products(x.query, own.unsqueeze(1), None, x.stand_in).squeeze(1)
+    stats = PairStats(unit=1.0 if spec.backend == "dense" else spec.unit)
+    pos = stats.logits(products, x.scale)
+    if x.key_bias is not None:
+        pos = pos + stats.of_nats(x.key_bias.to(pos.dtype).index_select(0, x.labels))
+    level = products.detach() * torch.where(x.scale < 0, -1, 1) if spec.compares else None
+    tally = Tally(torch.zeros_like(pos), pos, torch.ones_like(pos), torch.zeros_like(pos))
+    return stats._replace(pos=pos, level=level), _without_positives(tally) if options.several_positives else tally
 
 
 def _shared_cache(spec: Spec, rings: Rings) -> tuple[Spec, Spec]:
@@ -70,7 +104,9 @@ def _shared_cache(spec: Spec, rings: Rings) -> tuple[Spec, Spec]:
 
 
 def _with_sums(x: Inputs, spec: Spec, options: PairOptions) -> Spec:
-    """Also sum scores over all keys, or over those of another id. Statistics need the rows' sums only."""
+    """Also sum scores over all keys, those of another id, or further positives. Statistics need only the rows' sums."""
+    if options.several_positives:
+        return spec if x.query_ids is None else spec._replace(sums="same")
     if not options.sums:
         return spec
     return spec._replace(sums="all" if x.query_ids is None else "differ", col_sums=options.label_smoothing > 0)
@@ -85,14 +121,24 @@ def as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
     return torch.scalar_tensor(value, dtype=dtype, device=like.device)
 
 
-def _tally(side: SideStats, pos: Tensor, spared: Tensor | None, *, own: bool = True) -> Tally:
+def _without_bias(stats: PairStats, x: Inputs) -> Tensor:
+    """The positives' scores as sums have them."""
+    assert stats.pos is not None and x.labels is not None
+    return stats.pos if x.key_bias is None else stats.pos - stats.of_nats(x.key_bias.detach()[x.labels])
+
+
+def _tally(
+    side: SideStats, pos: Tensor, spared: Tensor | None, plain: Tensor | None = None, *, own: bool = True
+) -> Tally:
     """One side of the statistics.
 
-    Sums over keys of another id lack the positives of the same id (`spared`). `own`: the positives are among the keys.
+    Sums over keys of another id lack the positives of the same id (`spared`): these are added, without bias (`plain`).
+    `own`: the positives are among the keys.
     """
     total, count = side.sums, side.counts
     if total is not None and count is not None and spared is not None:
-        total, count = total + torch.where(spared, pos, 0), count + spared
+        assert plain is not None
+        total, count = total + torch.where(spared, plain, 0), count + spared
     return Tally(lse_above(pos, side, floor=own), total, count, side.higher)
 
 
@@ -117,13 +163,48 @@ def _extra_keys(x: Inputs, stats: PairStats, options: PairOptions, spec: Spec, r
     given = options.extra_ids is not None
     more = x._replace(
         key=options.extra_keys,
+        key_bias=options.extra_bias,
         labels=None,
         query_ids=x.query_ids if given else None,
         key_ids=options.extra_ids.long() if options.extra_ids is not None else None,
         query_level=stats.level,
     )
     found = pair_stats(ring, more, _with_sums(more, spec._replace(cols=False), options))
-    return _tally(found.row, stats.pos, None, own=False)
+    tally = _tally(found.row, stats.pos, None, own=False)
+    return tally if given or not options.several_positives else _without_positives(tally)
+
+
+def _without_positives(tally: Tally) -> Tally:
+    return tally._replace(total=torch.zeros_like(tally.above), number=torch.zeros_like(tally.above))
+
+
+def _negatives(x: Inputs, rows: Tally, stats: PairStats, options: PairOptions, rings: Rings) -> tuple[Tensor, Tensor]:
+    """The sum of the scores of this rank's queries with all keys but their positives, and the number of these pairs.
+
+    Scores of all pairs add up to the product of the sums of queries and of keys.
+    """
+    pos, others, count = stats.pos, rows.total, rows.number
+    assert pos is not None and others is not None and count is not None
+    exact = torch.float32 if pos.device.type == "mps" else torch.float64
+    of_keys = torch.zeros(x.query.shape[1], dtype=exact, device=pos.device)
+    size = 0
+    for keys, ring in ((x.keys if options.in_batch_negatives else None, rings.keys), (options.extra_keys, rings.extra)):
+        if keys is not None and ring is not None:
+            of_keys, size = of_keys + keys.detach().sum(0, dtype=exact), size + sum(ring.sizes)
+    of_keys = rings.keys.team.sum(of_keys)
+    total = stats.logits((x.query.detach().sum(0, dtype=exact) * of_keys).sum(), x.scale.detach())
+    number: Tensor | int = len(pos) * size
+    if options.hard_negatives is not None:
+        products = own_products(x.query.detach(), options.hard_negatives.detach(), options.hard_mask)
+        total = total + stats.logits(products.sum(dtype=exact), x.scale.detach())
+        there = products.numel() if options.hard_mask is None else options.hard_mask.sum()
+        number = number + there
+    if x.bias is not None:
+        total = total + number * x.bias.detach()
+    positives, labelled = others, count
+    if options.in_batch_negatives:  # the labelled ones are among these keys
+        positives, labelled = pos + others, count + 1
+    return total - positives.detach().sum(dtype=exact), number - labelled.sum()
 
 
 def _hard_negatives(x: Inputs, stats: PairStats, options: PairOptions, hard: Tensor) -> Tally:
@@ -140,9 +221,29 @@ def _hard_negatives(x: Inputs, stats: PairStats, options: PairOptions, hard: Ten
         if options.margin is not None:
             counts = counts & (rising <= stats.level.unsqueeze(1) - options.margin)
     # A finite floor, not -inf: a query whose every negative is masked has a gradient of 0 here, not NaN.
+    if options.hard_bias is not None:
+        scores = scores + stats.of_nats(options.hard_bias.to(scores.dtype))
     floor = torch.finfo(scores.dtype).min / 2
     above = torch.where(counts, scores - stats.pos.unsqueeze(1), floor)
-    return Tally(stats.logsumexp(above, 1), total, number, higher)
+    tally = Tally(stats.logsumexp(above, 1), total, number, higher)
+    return _without_positives(tally) if options.several_positives else tally
+
+
+def sigmoid_stats(x: Inputs, stats: PairStats, options: PairOptions, rings: Rings) -> BatchStats:
+    """The statistics of `siglip_loss`."""
+    row, col, pos = stats.row, stats.col, stats.pos
+    assert x.bias is not None and pos is not None and row.total is not None and col.total is not None
+    assert row.sums is not None and row.counts is not None
+    total, number = row.sums + row.counts * x.bias, row.counts  # sums are without the bias
+    negatives = None
+    if options.several_positives:
+        rows = Tally(row.total, total, number, row.higher)
+        negatives = _negatives(x, rows, stats, options, rings)
+    elif x.query_ids is not None and x.key_ids is not None:  # sums over other ids lack positives of the same id
+        spared = x.query_ids == x.key_ids
+        total, number = total + torch.where(spared, pos, 0), number + spared
+    rows = Tally(row.total, total, number, row.higher)
+    return batch_stats(rows, Tally(col.total, None, None, col.higher), stats, rings.keys.team, negatives)
 
 
 def class_losses(x: Inputs, spec: Spec, ring: Ring) -> tuple[Tensor, Tensor]:
@@ -158,9 +259,12 @@ def lifted(losses: Tensor) -> Tensor:
     return losses - losses.detach().clamp(max=0)
 
 
-def _loss(side: Tally, pos: Tensor, e: float) -> Tensor:
-    """The loss of one side with label smoothing e."""
-    if e == 0:
+def _loss(side: Tally, pos: Tensor, options: PairOptions) -> Tensor:
+    """The loss of one side, with label smoothing or several positives."""
+    e = options.label_smoothing
+    if not (e or options.several_positives):
         return side.above
     assert side.total is not None and side.number is not None
+    if options.several_positives:  # pos minus the mean of all positives; exactly 0 if there is one
+        return lifted(side.above + (side.number * pos - side.total) / (side.number + 1))
     return lifted(side.above + e * (pos - side.total / side.number))

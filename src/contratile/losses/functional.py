@@ -14,11 +14,11 @@ from torch import Tensor
 from contratile.engine.autograd import pair_stats
 from contratile.engine.backends import Backend
 from contratile.engine.backends.precision import Precision
-from contratile.engine.spec import Inputs, Spec
+from contratile.engine.spec import Inputs, SameId, Spec
 from contratile.errors import bad_value, check_labels, check_pairs, check_temperature, check_vector
 from contratile.keywords import known_keywords
 from contratile.losses.batch_stats import BatchStats, Tally, batch_stats
-from contratile.losses.cross_entropy import as_tensor, class_losses, cross_entropies, lse_above
+from contratile.losses.cross_entropy import as_tensor, class_losses, cross_entropies, lse_above, sigmoid_stats
 from contratile.losses.options import Call, Ids, PairOptions
 from contratile.reference import Reduction
 from contratile.ring.nodes import RingKind
@@ -40,14 +40,25 @@ class Keywords(TypedDict, total=False):
     ring: RingKind
 
 
+class SigLipKeywords(Keywords, total=False):
+    """The keywords of `siglip_loss`."""
+
+    ids: Ids | None
+    same_id: SameId
+
+
 class PairKeywords(Keywords, total=False):
     """The keywords of `clip_loss` and `info_nce`."""
 
     ids: Ids | None
+    same_id: SameId
     extra_keys: Tensor | None
     extra_ids: Tensor | None
     hard_negatives: Tensor | None
     hard_mask: Tensor | None
+    key_bias: Tensor | None
+    extra_bias: Tensor | None
+    hard_bias: Tensor | None
     margin: float | None
     label_smoothing: float
     weights: Tensor | None
@@ -137,10 +148,14 @@ def clip_loss(
     scale: Tensor | float = 1.0,
     *,
     ids: Ids | None = None,
+    same_id: SameId = "exclude",
     extra_keys: Tensor | None = None,
     extra_ids: Tensor | None = None,
     hard_negatives: Tensor | None = None,
     hard_mask: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    extra_bias: Tensor | None = None,
+    hard_bias: Tensor | None = None,
     margin: float | None = None,
     label_smoothing: float = 0.0,
     weights: Tensor | None = None,
@@ -165,13 +180,21 @@ def clip_loss(
         image: Features [N, D].
         text: Features [N, D]; text i is the positive of image i.
         scale: The logit scale (inverse temperature): a number, or a 0-d tensor that may need a gradient.
-        ids: Integers, one per pair, or (image_ids, text_ids). Texts that share the image's id are not used as
-            negatives (duplicates, several captions of one image), except the image's own positive.
+        ids: Integers, one per pair, or (image_ids, text_ids). Texts that share the image's id (duplicates, several
+            captions of one image) are not its negatives: see `same_id`.
+        same_id: "exclude" leaves pairs of equal id out, except an image's own text. "positive" makes them positives
+            too, extra keys included: the log-sum-exp over all keys minus the mean score of the positives, for both
+            directions, as in SupCon. It has no margin and no label smoothing.
         extra_keys: [E, D] more texts, negatives of all images: a queue, mined negatives. Each rank passes its own;
             all images of all ranks are compared with all of them.
         extra_ids: [E] ids of the extra keys, compared with the ids of the images.
         hard_negatives: [N, H, D] texts that are negatives of one image each.
         hard_mask: [N, H] bool, False where a hard negative is padding.
+        key_bias: [N] numbers added to the scaled scores of each text, with a gradient if they need one. -log q, where q
+            is how often a text occurs in batches, corrects for that (logQ). It cancels where texts are compared with
+            images. Statistics and margins go by similarities, without biases.
+        extra_bias: [E] the same for the extra keys.
+        hard_bias: [N, H] the same for the hard negatives.
         margin: Drop negatives more similar than the positive minus this margin (before the scale): they are probably
             false negatives.
         label_smoothing: Share of the target that is spread evenly over all keys that count.
@@ -205,7 +228,9 @@ def clip_loss(
         >>> loss.backward()
     """
     options = PairOptions(
-        ids, extra_keys, extra_ids, hard_negatives, hard_mask, margin, label_smoothing, weights, return_stats
+        *(ids, same_id, extra_keys, extra_ids, hard_negatives, hard_mask),
+        *(margin, label_smoothing, weights, return_stats),
+        *(True, key_bias, extra_bias, hard_bias),
     )
     spec = Spec(
         paired=True,
@@ -236,6 +261,7 @@ def info_nce(
     scale: Tensor | float = 1.0,
     *,
     labels: Tensor | None = None,
+    in_batch_negatives: bool = True,
     return_stats: Literal[False] = False,
     **keywords: Unpack[PairKeywords],
 ) -> Tensor: ...
@@ -246,6 +272,7 @@ def info_nce(
     scale: Tensor | float = 1.0,
     *,
     labels: Tensor | None = None,
+    in_batch_negatives: bool = True,
     return_stats: Literal[True],
     **keywords: Unpack[PairKeywords],
 ) -> tuple[Tensor, BatchStats]: ...
@@ -257,10 +284,15 @@ def info_nce(
     *,
     labels: Tensor | None = None,
     ids: Ids | None = None,
+    same_id: SameId = "exclude",
+    in_batch_negatives: bool = True,
     extra_keys: Tensor | None = None,
     extra_ids: Tensor | None = None,
     hard_negatives: Tensor | None = None,
     hard_mask: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    extra_bias: Tensor | None = None,
+    hard_bias: Tensor | None = None,
     margin: float | None = None,
     label_smoothing: float = 0.0,
     weights: Tensor | None = None,
@@ -284,13 +316,23 @@ def info_nce(
         key: Features [M, D]; there may be more keys than queries.
         scale: The logit scale (inverse temperature): a number, or a 0-d tensor that may need a gradient.
         labels: [N] index of each query's positive among this rank's keys. None: key i is the positive of query i.
-        ids: Integers, one per pair, or (query_ids, key_ids). Keys that share the query's id are not used as negatives,
-            except the query's own positive.
+        ids: Integers, one per pair, or (query_ids, key_ids). Keys that share the query's id are not its negatives: see
+            `same_id`.
+        same_id: "exclude" leaves pairs of equal id out, except a query's own positive. "positive" makes them positives
+            too, extra keys included: the log-sum-exp over all keys minus the mean score of the positives, as in
+            SupCon. It has no margin and no label smoothing.
+        in_batch_negatives: Use the other keys as negatives. False takes negatives only from `extra_keys` and
+            `hard_negatives`, as in MoCo, and computes no N x N scores.
         extra_keys: [E, D] more negatives of all queries: a queue, mined negatives. Each rank passes its own; all
             queries of all ranks are compared with all of them.
         extra_ids: [E] ids of the extra keys, compared with the ids of the queries.
         hard_negatives: [N, H, D] negatives of one query each.
         hard_mask: [N, H] bool, False where a hard negative is padding.
+        key_bias: [M] numbers added to the scaled scores of each key, with a gradient if they need one. -log q, where q
+            is how often a key occurs in batches, corrects for that (logQ). Statistics and margins go by
+            similarities, without biases.
+        extra_bias: [E] the same for the extra keys.
+        hard_bias: [N, H] the same for the hard negatives.
         margin: Drop negatives more similar than the positive minus this margin (before the scale): they are probably
             false negatives.
         label_smoothing: Share of the target that is spread evenly over all keys that count.
@@ -324,7 +366,9 @@ def info_nce(
         torch.Size([100])
     """
     options = PairOptions(
-        ids, extra_keys, extra_ids, hard_negatives, hard_mask, margin, label_smoothing, weights, return_stats
+        *(ids, same_id, extra_keys, extra_ids, hard_negatives, hard_mask),
+        *(margin, label_smoothing, weights, return_stats, in_batch_negatives),
+        *(key_bias, extra_bias, hard_bias),
     )
     paired = labels is None
     spec = Spec(
@@ -553,7 +597,7 @@ def siglip_loss(
     bias: Tensor | float,
     *,
     return_stats: Literal[False] = False,
-    **keywords: Unpack[Keywords],
+    **keywords: Unpack[SigLipKeywords],
 ) -> Tensor: ...
 @overload
 def siglip_loss(
@@ -563,7 +607,7 @@ def siglip_loss(
     bias: Tensor | float,
     *,
     return_stats: Literal[True],
-    **keywords: Unpack[Keywords],
+    **keywords: Unpack[SigLipKeywords],
 ) -> tuple[Tensor, BatchStats]: ...
 @known_keywords
 def siglip_loss(
@@ -572,6 +616,8 @@ def siglip_loss(
     scale: Tensor | float,
     bias: Tensor | float,
     *,
+    ids: Ids | None = None,
+    same_id: SameId = "exclude",
     return_stats: bool = False,
     group: Group = "auto",
     reduction: Reduction = "mean",
@@ -593,6 +639,10 @@ def siglip_loss(
         text: Features [N, D]; text i is the positive of image i.
         scale: The logit scale: a number, or a 0-d tensor that may need a gradient.
         bias: The logit bias: a number, or a 0-d tensor that may need a gradient.
+        ids: Integers, one per pair, or (image_ids, text_ids): texts that share the image's id (duplicates, several
+            captions of one image) are not its negatives.
+        same_id: "exclude" drops pairs of equal id, except an image's own text. "positive" turns their sign: they are
+            positives too.
         return_stats: Return (loss, `BatchStats`) with top-1 accuracy, ranks and mean logits.
         group: "auto" (the default process group if one is initialised), None (this process alone) or a process group.
             Over several ranks the loss and its backward are collective: every rank calls both.
@@ -619,12 +669,14 @@ def siglip_loss(
         >>> image, text = (torch.nn.functional.normalize(torch.randn(256, 32), dim=1) for _ in range(2))
         >>> loss = ct.siglip_loss(image, text, 10.0, -10.0)
     """
+    options = PairOptions(ids, same_id, return_stats=return_stats)
     spec = Spec(
         reduce="softplus",
         paired=True,
         cols=return_stats,
         ranks=return_stats,
-        sums="all" if return_stats else "",
+        same_id=same_id,
+        sums="" if not return_stats else "all" if ids is None else "same" if same_id == "positive" else "differ",
         col_sums=False,
         backend=backend,
         tile=tile,
@@ -635,17 +687,16 @@ def siglip_loss(
 
     def check() -> None:
         check_pairs("image and text", image, text)
+        options.check(image, text, scale)
 
-    call = Call("siglip_loss", {"image": image, "text": text}, {"scale": scale, "bias": bias}, spec, reduction)
-    keys = call.start(group, check).keys
+    numbers = {"scale": scale, "bias": bias}
+    call = Call("siglip_loss", {"image": image, "text": text}, numbers, spec, reduction, options)
+    rings = call.start(group, check)
     shift = as_tensor(bias, image)
-    x = Inputs(image, text, as_tensor(scale, image), shift, labels=torch.arange(len(image), device=image.device))
-    stats = pair_stats(keys, x, spec)
-    row, col = stats.row, stats.col
-    assert row.total is not None
-    loss = call.reduce(row.total, stats, keys)
-    if not return_stats:
-        return loss
-    assert row.sums is not None and row.counts is not None and col.total is not None
-    rows = Tally(row.total, row.sums + row.counts * shift, row.counts, row.higher)
-    return loss, batch_stats(rows, Tally(col.total, None, None, col.higher), stats, keys.team)
+    labels = torch.arange(len(image), device=image.device)
+    query_ids, key_ids = options.pair_of_ids
+    x = Inputs(image, text, as_tensor(scale, image), shift, labels=labels, query_ids=query_ids, key_ids=key_ids)
+    stats = pair_stats(rings.keys, x, spec)
+    assert stats.row.total is not None
+    loss = call.reduce(stats.row.total, stats, rings.keys)
+    return (loss, sigmoid_stats(x, stats, options, rings)) if return_stats else loss

@@ -11,16 +11,31 @@ from torch import Tensor, nn
 from contratile.keywords import known_keywords, names_of, passing_on, unknown_keyword
 from contratile.losses import functional
 from contratile.losses.functional import Keywords
+from contratile.losses.options import Ids
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from contratile.engine.spec import SameId
+
     class ContrastKeywords(Keywords, total=False):
         """Options of `ClipLoss` and `InfoNCE` that stay the same from batch to batch."""
 
+        same_id: SameId
         margin: float | None
         label_smoothing: float
         return_stats: bool
+
+    class SigmoidKeywords(Keywords, total=False):
+        """Options of `SigLipLoss` that stay the same from batch to batch."""
+
+        same_id: SameId
+        return_stats: bool
+
+    class NegativesKeywords(ContrastKeywords, total=False):
+        """Options of `InfoNCE` that stay the same from batch to batch."""
+
+        in_batch_negatives: bool
 
 
 class _Loss(nn.Module):
@@ -48,7 +63,7 @@ class ClipLoss(_Loss):
 
     Args:
         keywords: Options of `clip_loss` that stay the same: group, reduction, backend, tile, cache_bytes, precision,
-            ring, margin, label_smoothing, return_stats.
+            ring, same_id, margin, label_smoothing, return_stats.
 
     Call: `loss(image_features, text_features, logit_scale=1.0, output_dict=False, **negatives)`, where `negatives` are
     tensors of the batch: ids, extra_keys, extra_ids, hard_negatives, hard_mask, weights. With `output_dict=True` it
@@ -82,7 +97,7 @@ class InfoNCE(_Loss):
     Args:
         scale: A fixed scale. Pass a learned one to the call.
         keywords: Options of `info_nce` that stay the same: group, reduction, backend, tile, cache_bytes, precision,
-            ring, margin, label_smoothing, return_stats.
+            ring, same_id, in_batch_negatives, margin, label_smoothing, return_stats.
 
     Call: `loss(query, key, scale=None, labels=None, output_dict=False, **negatives)`, where `negatives` are tensors of
     the batch: ids, extra_keys, extra_ids, hard_negatives, hard_mask, weights.
@@ -92,7 +107,7 @@ class InfoNCE(_Loss):
         >>> loss = ct.InfoNCE(scale=2.0)(torch.randn(8, 4), torch.randn(12, 4))
     """
 
-    def __init__(self, scale: float = 1.0, **keywords: Unpack[ContrastKeywords]) -> None:
+    def __init__(self, scale: float = 1.0, **keywords: Unpack[NegativesKeywords]) -> None:
         super().__init__(functional.info_nce, **keywords)
         self.scale = scale
 
@@ -178,17 +193,17 @@ class SigLipLoss(_Loss):
     """SigLIP's sigmoid loss: `siglip_loss` as a module, with open_clip's call.
 
     Args:
-        keywords: Options of `siglip_loss`: group, reduction, backend, tile, cache_bytes, precision, ring,
+        keywords: Options of `siglip_loss`: group, reduction, backend, tile, cache_bytes, precision, ring, same_id,
             return_stats.
 
-    Call: `loss(image_features, text_features, logit_scale, logit_bias, output_dict=False)`.
+    Call: `loss(image_features, text_features, logit_scale, logit_bias, output_dict=False, ids=None)`.
 
     Examples:
         >>> import torch, contratile as ct
         >>> loss = ct.SigLipLoss()(torch.randn(8, 4), torch.randn(8, 4), 10.0, -10.0)
     """
 
-    def __init__(self, **keywords: Unpack[Keywords]) -> None:
+    def __init__(self, **keywords: Unpack[SigmoidKeywords]) -> None:
         super().__init__(functional.siglip_loss, **keywords)
 
     @known_keywords
@@ -199,8 +214,11 @@ class SigLipLoss(_Loss):
         logit_scale: Tensor | float,
         logit_bias: Tensor | float,
         output_dict: bool = False,
+        *,
+        ids: Ids | None = None,
     ) -> Any:
-        loss = functional.siglip_loss(image_features, text_features, logit_scale, logit_bias, **self.keywords)
+        numbers = logit_scale, logit_bias
+        loss = functional.siglip_loss(image_features, text_features, *numbers, ids=ids, **self.keywords)
         return _answer(loss, output_dict)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from contratile.engine.backends import BACKENDS, registry
 from contratile.engine.backends.precision import PRECISIONS
-from contratile.engine.spec import PairStats, Spec
+from contratile.engine.spec import SAME_ID, PairStats, SameId, Spec
 from contratile.errors import (
     bad_type,
     bad_value,
@@ -88,7 +88,8 @@ class Call(NamedTuple):
 
     def _check(self, team: Team, check: Callable[[], None]) -> None:
         spec = self.spec
-        more = () if self.options is None else (self.options.extra_keys, self.options.hard_negatives)
+        names = "extra_keys", "hard_negatives", "key_bias", "extra_bias", "hard_bias"
+        more = [getattr(self.options, name, None) for name in names]
         check_transform(self.name, spec.backend, (*self.features.values(), *self.numbers.values(), *more))
         check_features(self.features, empty=team.size > 1)
         check_choice("reduction", self.reduction, REDUCTIONS)
@@ -109,7 +110,8 @@ class Call(NamedTuple):
     def _facts(self, queries: int, keys: int, extra: int) -> Facts:
         """What the ranks compare."""
         query, options, spec = next(iter(self.features.values())), self.options, self.spec
-        inputs = {**self.features, "extra_keys": None if options is None else options.extra_keys, **self.numbers}
+        more = "extra_keys", "key_bias", "extra_bias"
+        inputs = {**self.features, **{name: getattr(options, name, None) for name in more}, **self.numbers}
         wanting = [name for name, x in inputs.items() if isinstance(x, Tensor) and x.requires_grad]
         sides = [name for name, asked in (("rows", spec.rows), ("cols", spec.cols)) if asked]
         return Facts(
@@ -144,6 +146,7 @@ class PairOptions(NamedTuple):
     """What `clip_loss` and `info_nce` take beyond the features. Their docstrings explain each option."""
 
     ids: Ids | None = None
+    same_id: SameId = "exclude"
     extra_keys: Tensor | None = None
     extra_ids: Tensor | None = None
     hard_negatives: Tensor | None = None
@@ -152,6 +155,10 @@ class PairOptions(NamedTuple):
     label_smoothing: float = 0.0
     weights: Tensor | None = None
     return_stats: bool = False
+    in_batch_negatives: bool = True
+    key_bias: Tensor | None = None
+    extra_bias: Tensor | None = None
+    hard_bias: Tensor | None = None
 
     @property
     def several_sources(self) -> bool:
@@ -160,7 +167,11 @@ class PairOptions(NamedTuple):
     @property
     def sums(self) -> bool:
         """Whether sums of scores are needed beside log-sum-exps."""
-        return self.label_smoothing > 0 or self.return_stats
+        return self.label_smoothing > 0 or self.return_stats or self.several_positives
+
+    @property
+    def several_positives(self) -> bool:
+        return self.same_id == "positive"
 
     @property
     def pair_of_ids(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
@@ -172,8 +183,11 @@ class PairOptions(NamedTuple):
     def check(self, query: Tensor, key: Tensor, scale: Tensor | float) -> None:
         """Refuse what cannot be used, and combinations that mean nothing."""
         self._check_ids(query, key)
+        self._check_same_id()
+        self._check_in_batch_negatives()
         self._check_extra_keys(query)
         self._check_hard_negatives(query)
+        self._check_biases(query, key)
         self._check_margin(scale)
         self._check_label_smoothing()
         if self.weights is not None:
@@ -234,6 +248,49 @@ class PairOptions(NamedTuple):
             )
         check_vector("ids", self.ids, length=len(query), device=query.device)
 
+    def _check_same_id(self) -> None:
+        check_choice("same_id", self.same_id, SAME_ID)
+        if not self.several_positives:
+            return
+        if self.ids is None:
+            remedy = "Pass ids=, which say which pairs are positive, or drop same_id=."
+            bad_value("same_id='positive'", expected="ids= beside it", got="none", remedy=remedy)
+        for name, given, why in (
+            ("margin", self.margin is not None, "A margin is measured from one positive; there may be several."),
+            ("label_smoothing", bool(self.label_smoothing), "The target is already shared by several keys."),
+        ):
+            if given:
+                remedy = f"{why} Drop {name}=, or use same_id='exclude'."
+                expected = f"{name}= or same_id='positive'"
+                bad_value(f"same_id and {name}", expected=expected, got="both", remedy=remedy)
+
+    def _check_in_batch_negatives(self) -> None:
+        if not isinstance(self.in_batch_negatives, bool):
+            got = type(self.in_batch_negatives).__name__
+            bad_type("in_batch_negatives", expected="True or False", got=got, remedy="True uses the other keys.")
+        if not self.in_batch_negatives and not self.several_sources:
+            remedy = "Pass negatives in one of them: without any, every loss would be 0."
+            expected = "extra_keys= or hard_negatives= beside it"
+            bad_value("in_batch_negatives=False", expected=expected, got="neither", remedy=remedy)
+
+    def _check_biases(self, query: Tensor, key: Tensor) -> None:
+        extra, hard = self.extra_keys, self.hard_negatives
+        for name, bias, of, shape in (
+            ("key_bias", self.key_bias, "key", (len(key),)),
+            ("extra_bias", self.extra_bias, "extra_keys", None if extra is None else (len(extra),)),
+            ("hard_bias", self.hard_bias, "hard_negatives", None if hard is None else tuple(hard.shape[:2])),
+        ):
+            if bias is None:
+                continue
+            if shape is None:
+                remedy = f"Pass {of}= too, or drop {name}=."
+                bad_value(name, expected=f"{of}= beside it", got="none", remedy=remedy)
+            check_bias(name, bias, shape, query.device)
+            for other, given in (("label_smoothing", self.label_smoothing), ("same_id", self.several_positives)):
+                if given:
+                    remedy = "Targets that keys share are means of scores, which are summed without biases. Drop one."
+                    bad_value(f"{name} and {other}", expected="one of them", got="both", remedy=remedy)
+
     def _check_hard_negatives(self, query: Tensor) -> None:
         hard = self.hard_negatives
         if hard is None:
@@ -263,8 +320,10 @@ class PairOptions(NamedTuple):
 
     def named(self) -> str:
         """The options that every rank must agree on."""
-        used = [name for name in ("ids", "extra_keys", "extra_ids", "weights") if getattr(self, name) is not None]
-        return f"{' '.join(used)} {self.margin} {self.label_smoothing} {self.return_stats}"
+        names = "ids", "extra_keys", "extra_ids", "weights", "key_bias", "extra_bias"
+        used = [name for name in names if getattr(self, name) is not None]
+        values = self.same_id, self.in_batch_negatives, self.margin, self.label_smoothing, self.return_stats
+        return " ".join([*used, *map(str, values)])
 
 
 def check_weights(weights: Tensor, n: int, device: torch.device) -> None:
@@ -283,6 +342,15 @@ def check_weights(weights: Tensor, n: int, device: torch.device) -> None:
     if _readable(weights) and bool((weights < 0).any()):
         remedy = "Use weight 0 for pairs that should not count."
         bad_value("weights", expected="numbers from 0 up", got=float(weights.min()), remedy=remedy)
+
+
+def check_bias(name: str, bias: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """One number per key, at least fp32: a bias such as -log q is added to scaled scores."""
+    if not isinstance(bias, Tensor) or not bias.is_floating_point() or tuple(bias.shape) != shape:
+        got = f"{bias.dtype} of shape {list(bias.shape)}" if isinstance(bias, Tensor) else type(bias).__name__
+        bad_value(name, expected=f"floats of shape {list(shape)}", got=got, remedy="Give one number to each key.")
+    if bias.device != device:
+        bad_type(name, expected=f"device {device}", got=bias.device, remedy=f"Use {name}.to({str(device)!r}).")
 
 
 def _readable(x: Tensor) -> bool:

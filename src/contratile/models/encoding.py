@@ -202,6 +202,26 @@ def best_device() -> torch.device:
     return found or torch.device("cpu")
 
 
+def usable_device(given: str | torch.device) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        ValueError: There is no such device on this machine.
+    """
+    try:
+        device = torch.device(given)
+        if device.type == "meta":
+            raise RuntimeError("it holds no values")
+        torch.empty(1, device=device)
+        return device
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        others = [f"{found.type}:{place}" for place in range(torch.accelerator.device_count())] if found else []
+        reason = str(error).strip().partition("\n")[0][:200].rstrip(".")
+        expected = f"a device of this machine ({', '.join(['cpu', *others])})"
+        bad_value("device", expected=expected, got=f"{given!r} ({reason})", remedy="Leave it out for the fastest one.")
+
+
 def to_device(inputs: Any, device: torch.device) -> Any:
     """Move a tensor, or all tensors in a dict, tuple or list, to a device."""
     if isinstance(inputs, Tensor):

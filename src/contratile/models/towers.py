@@ -171,8 +171,9 @@ class Tower(nn.Module):
         self.pretrained = False
         """Whether the backbone's weights are pretrained."""
 
-    def forward(self, inputs: Any) -> Tensor:
-        return F.normalize(self.head(self.backbone(inputs)), dim=-1)
+    def forward(self, inputs: Any = None, /, **tokens: Tensor) -> Tensor:
+        """Features of prepared inputs. Tensors by name may be keywords, which `GradCache` can cut by length."""
+        return F.normalize(self.head(self.backbone(tokens if inputs is None else inputs)), dim=-1)
 
     def lock(self, unlock: int = 0) -> None:
         """Freeze the backbone: no gradients, and evaluation mode whatever the mode of the rest.

@@ -211,6 +211,7 @@ def line(values: Mapping[str, Any]) -> str:
         "scale": "scale {:.1f}",
         "lr": "lr {:.2e}",
         "samples_per_second": "{:,.0f} samples/s",
+        "padding_saved": "{:.0%} padding saved",
     }
     parts = [form.format(values[name]) for name, form in forms.items() if name in values]
     if "loss_memory" in values:

@@ -79,6 +79,16 @@ class Finder:
         """The encoder of queries that search a side: that of the other side."""
         return self.towers.right if among == "left" else self.towers.left
 
+    def example(self) -> str:
+        """A text of the corpus to search for; "" if there is none."""
+        if not self.takes_text:
+            return ""
+        asked: Side = "left" if searched_side(self.corpus.kinds, self.corpus.searchable) == "right" else "right"
+        try:
+            return self.corpus.hit(asked, 0, 0.0, "").text
+        except (OSError, ValueError):  # of embedded files; the first search will tell
+            return ""
+
     def by_text(self, text: str, *, k: int = 24, among: Side | None = None, split: Split = "all") -> list[Group]:
         """Find the items nearest to a text.
 

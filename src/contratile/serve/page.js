@@ -14,6 +14,16 @@ function element(name, className, text) {
   return made;
 }
 
+// Small pictures, such as icons, are enlarged by a whole number: their pixels stay sharp.
+function enlarge(event) {
+  const picture = event.target;
+  const edge = Math.max(picture.naturalWidth, picture.naturalHeight);
+  const small = edge > 0 && edge <= 48;
+  picture.classList.toggle("small", small);
+  if (small) picture.width = picture.naturalWidth * Math.floor(96 / edge);
+  else picture.removeAttribute("width");
+}
+
 function drawn(item, withPicture) {
   const row = element("li", item.match ? "match" : "");
   if (withPicture) {
@@ -23,6 +33,7 @@ function drawn(item, withPicture) {
     } else {
       const picture = element("img", "");
       picture.alt = item.text;
+      picture.addEventListener("load", enlarge);
       picture.addEventListener("error", () => frame.replaceChildren("no picture"));
       picture.src = "/thumbnail/" + Number(item.thumbnail);
       frame.append(picture);
@@ -119,6 +130,7 @@ function searchPicture(file) {
   ask(query, "application/octet-stream", file, "the picture " + (file.name || "")); // whatever it is, the server decides
 }
 
+at("asked").addEventListener("load", enlarge);
 at("text-field").hidden = at("go").hidden = !takes.text;
 at("picture-field").hidden = !takes.pictures;
 at("form").addEventListener("submit", (event) => {

@@ -12,9 +12,12 @@ from pathlib import Path
 from string import Template
 
 from contratile.printable import printable
+from contratile.report.sheets import shortened
 from contratile.serve.finder import Finder
 
 FOLDER = Path(__file__).parent
+EXAMPLE = 60
+"""Characters of the example in the search field at most."""
 
 
 def make_page(finder: Finder, *, limit: int) -> tuple[bytes, str]:
@@ -30,6 +33,7 @@ def make_page(finder: Finder, *, limit: int) -> tuple[bytes, str]:
     style, script = (FOLDER.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     both_ways = not finder.takes_pictures and len(finder.corpus.searchable) == 2
     left, right = finder.corpus.sides
+    example = shortened(printable(finder.example()), EXAMPLE)
     values = {
         "title": finder.title,
         "counts": finder.corpus.counts(),
@@ -40,6 +44,7 @@ def make_page(finder: Finder, *, limit: int) -> tuple[bytes, str]:
         "takes_text": "yes" if finder.takes_text else "no",
         "takes_pictures": "yes" if finder.takes_pictures else "no",
         "limit": str(limit),
+        "example": f"for example: {example}" if example else "",
     }
     escaped = {name: escape(printable(value), quote=True) for name, value in values.items()}
     hidden = {

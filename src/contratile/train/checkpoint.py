@@ -42,7 +42,10 @@ class Damaged(ValueError):
     """A checkpoint differs from what `save` wrote; `fault` says where."""
 
     def __init__(self, fault: str) -> None:
-        remedy = "It is damaged or incomplete: remove the folder to continue from the checkpoint before it."
+        remedy = (
+            "It is damaged or incomplete: restore it from a copy, or remove the folder to continue from the checkpoint "
+            "before it, if there is one."
+        )
         super().__init__(f"{fault}. {remedy}")
         self.fault = fault
 
@@ -133,6 +136,15 @@ def verify(folder: Path) -> Path:
         if found != checksums[name]:
             _refuse(place, f"{name} with checksum {checksums[name]}", f"{found}")
     return place
+
+
+def is_sound(folder: Path) -> bool:
+    """Whether `load` would load a checkpoint: all checksums are right."""
+    try:
+        verify(folder)
+    except ValueError:
+        return False
+    return True
 
 
 def latest(run: Path) -> Path | None:

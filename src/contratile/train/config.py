@@ -29,8 +29,9 @@ class LossConfig:
     loss: LossName = "clip"
     """clip: both directions; infonce: left to right; siglip; ntxent: sides are views; supcon: one class per text."""
 
-    dedup: bool = True
-    """Do not use pairs of the same id as negatives of each other (clip, infonce)."""
+    same_id: Literal["exclude", "positive", "negative"] = "exclude"
+    """What pairs of the same id are to each other: left out, further positives, or negatives like all other pairs
+    (clip, infonce, siglip)."""
 
     ids: Literal["auto", "left", "right"] = "auto"
     """Which pairs have the same id: those of equal left or of equal right side. auto: left if the data has several
@@ -75,9 +76,16 @@ class LossConfig:
                 if getattr(self, name):
                     remedy = "Drop it, or use --loss clip or infonce."
                     bad_value(name, expected=f"none with --loss {self.loss}", got=getattr(self, name), remedy=remedy)
-        if self.ids != "auto" and self.loss in ("siglip", "ntxent"):
+        if self.ids != "auto" and self.loss == "ntxent":
             remedy = "Drop it: this loss has no ids."
             bad_value("ids", expected=f"auto with --loss {self.loss}", got=self.ids, remedy=remedy)
+        if self.same_id != "exclude" and self.loss in ("ntxent", "supcon"):
+            remedy = "Drop it, or use --loss clip, infonce or siglip."
+            bad_value("same_id", expected=f"exclude with --loss {self.loss}", got=self.same_id, remedy=remedy)
+        if self.same_id == "positive" and (self.margin is not None or self.label_smoothing):
+            remedy = "Both are measured from one positive: drop them, or use --same-id exclude."
+            expected = "no --margin and no --label-smoothing beside it"
+            bad_value("same_id=positive", expected=expected, got="one of them", remedy=remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +119,10 @@ class RunConfig:
 
     offload: Literal["none", "host", "disk"] = "none"
     """Where the inputs of a batch are kept between the two passes through the encoders."""
+
+    lengths: Literal["auto", "off"] = "auto"
+    """auto: texts of a batch are sorted by length before they are cut into chunks, so that little padding is encoded,
+    if their encoder gives the same features without padding. off: chunks keep the order of the batch."""
 
     eval_every: int = 0
     """Steps between evaluations on held-out data; 0: ten in a run. There is always one at the end."""
@@ -157,6 +169,7 @@ class RunConfig:
             check_choice("chunk", self.chunk, ("auto",))
         else:
             check_count("chunk", self.chunk, least=1)
+        check_choice("lengths", self.lengths, ("auto", "off"))
         for name in ("batch", "keep", "log_every"):
             check_count(name, getattr(self, name), least=1)
         for name in ("steps", "eval_every", "save_every"):

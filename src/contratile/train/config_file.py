@@ -103,7 +103,7 @@ def from_dict(given: Mapping[str, Any], default: TrainConfig, *, where: str) -> 
         part, here = getattr(default, section), f"{where} [{section}]"
         hints = get_type_hints(type(part))
         changes = {}
-        for name, value in values.items():
+        for name, value in _in_present_words(section, values).items():
             _known(name, tuple(f.name for f in fields(part)), here)
             changes[name] = _convert(f"{here} {name}", value, hints[name], getattr(type(part)(), name))
         if section == "augment" and "augment" not in values and not part.on:
@@ -112,6 +112,16 @@ def from_dict(given: Mapping[str, Any], default: TrainConfig, *, where: str) -> 
             parts[section] = replace(part, **changes)
     with _named(where):
         return replace(default, **parts)
+
+
+def _in_present_words(section: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Fields that files of 0.1 have under another name."""
+    if section != "loss" or not isinstance(values.get("dedup"), bool) or "same_id" in values:
+        return values
+    rest, loss = {name: value for name, value in values.items() if name != "dedup"}, values.get("loss")
+    if loss in ("ntxent", "supcon"):  # it had no effect there, nor on siglip, whose pairs were all negatives
+        return rest
+    return rest | {"same_id": "exclude" if values["dedup"] and loss != "siglip" else "negative"}
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from contratile.data.sample import Indexed, Source, traits_of
 from contratile.report.metric_text import columns_of
 
@@ -33,7 +35,6 @@ def header(trainer: Trainer) -> list[str]:
     schedule = f"{optim.schedule}, {optim.warmup} steps of warm-up"
     if optim.cooldown:
         schedule += f", {optim.cooldown} of cooldown"
-    world = trainer.accelerator.num_processes
     per_epoch = trainer.loader.steps_per_epoch
     samples = trainer.config.data.samples_per_epoch
     length = f" of {samples:,} pairs" if samples else ""
@@ -44,7 +45,7 @@ def header(trainer: Trainer) -> list[str]:
         *_augment(trainer),
         *([("zero-shot", _counted(trainer.zero_shot.source))] if trainer.zero_shot is not None else []),
         ("towers", _towers(trainer)),
-        ("device", f"{trainer.accelerator.device}, {world} process{'es' * (world > 1)}, {run.precision}"),
+        ("device", f"{_device(trainer)}, {run.precision}"),
         ("steps", f"{trainer.steps:,} of {trainer.loader.batch:,} pairs in chunks of {trainer.chunk:,}{epochs}"),
         ("loss", trainer.config.loss.loss),
         ("learning rate", f"{rates} ({optim.optimizer}, {schedule})"),
@@ -53,6 +54,16 @@ def header(trainer: Trainer) -> list[str]:
     ]
     width = max(len(title) for title, _ in told)
     return [f"{title:<{width}}  {text}" for title, text in told]
+
+
+def _device(trainer: Trainer) -> str:
+    """The device and the number of processes; on a CPU also of threads: with more than free cores, steps are slow."""
+    device, world = trainer.accelerator.device, trainer.accelerator.num_processes
+    told = f"{device}, {world} process{'es' * (world > 1)}"
+    if device.type != "cpu":
+        return told
+    threads = torch.get_num_threads()
+    return f"{told}{' of' if world > 1 else ','} {threads} thread{'s' * (threads > 1)}{' each' * (world > 1)}"
 
 
 def _counted(source: Source) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from contratile.errors import bad_type, bad_value, check_count, check_features
-from contratile.models.encoding import best_device, evaluating, to_device
+from contratile.models.encoding import best_device, evaluating, to_device, usable_device
 from contratile.models.towers import Tower, Towers
 from contratile.train.config import TrainConfig
 from contratile.train.load import load_run
@@ -61,7 +61,7 @@ class Model:
 
     def to(self, device: str | torch.device) -> Model:
         """Move the encoders to a device and return the model."""
-        self.towers.to(device)
+        self.towers.to(usable_device(device))
         return self
 
     def encode_image(
@@ -121,7 +121,8 @@ class Model:
             Features [n, D], float32 on the CPU, in the order of the texts.
 
         Raises:
-            ValueError: The run has no text encoder.
+            ValueError: The run has no text encoder, or a text holds half a character (a lone surrogate; the message
+                says which text).
             TypeError: Something in the list is not a text.
         """
         return self._texts("encode_text", self.towers.right, texts, normalize, batch_size, progress)
@@ -143,10 +144,14 @@ class Model:
     def similarity(self, a: Tensor, b: Tensor) -> Tensor:
         """Cosines between all rows of two sets of features: [n, m], without the learned scale.
 
-        All n x m cosines are held in memory; `contratile.nearest` finds the nearest rows of large sets without them.
+        Rows may have any length; a row of zeros has the cosine 0 with all others. All n x m cosines are held in memory;
+        `contratile.nearest` finds the nearest rows of large sets without them.
+
+        Raises:
+            ValueError: The shapes do not fit, or a row holds NaN or an infinite number.
         """
         check_features({"a": a, "b": b}, empty=True)
-        return F.normalize(a, dim=-1) @ F.normalize(b, dim=-1).T
+        return _unit("a", a) @ _unit("b", b).T
 
     @property
     def _views(self) -> bool:
@@ -167,6 +172,8 @@ class Model:
         for row, text in enumerate(texts):
             if not isinstance(text, str):
                 bad_type(f"text {row}", expected="a str", got=type(text).__name__, remedy="Pass a list of str.")
+            if not text.isascii():
+                _check_unicode(text, f"text {row}")
         order = sorted(range(len(texts)), key=lambda row: -len(texts[row]))
         found = torch.empty(len(texts), self.width)
         for rows in self._batches(len(texts), batch_size, progress):
@@ -211,7 +218,8 @@ def load(run: str | Path, weights: str = "best", *, device: str | torch.device |
         The model, with `encode_image`, `encode_text`, `encode_query`, `encode_document` and `similarity`.
 
     Raises:
-        ValueError: There is no such run or checkpoint, or it is damaged.
+        ValueError: There is no such run, checkpoint or device; or the checkpoint is damaged, or its weights are NaN or
+            infinite.
         ImportError: A package that the encoders come from is missing or broken.
 
     Examples:
@@ -219,13 +227,36 @@ def load(run: str | Path, weights: str = "best", *, device: str | torch.device |
         >>> images = model.encode_image(["a.png", "b.png"])                                 # doctest: +SKIP
         >>> model.similarity(model.encode_text(["battery charging"]), images)               # doctest: +SKIP
     """
+    place = best_device() if device is None else usable_device(device)
     towers, config, step = load_run(Path(run), weights)
-    return Model(towers.to(best_device() if device is None else device), config, step)
+    return Model(towers.to(place), config, step)
+
+
+def _unit(name: str, features: Tensor) -> Tensor:
+    """Rows of unit length. The largest value becomes 1 first: squares of 1e30 overflow, those of 1e-30 vanish."""
+    largest = features.abs().amax(dim=-1, keepdim=True)
+    wrong = (~largest.isfinite()).nonzero()
+    if len(wrong):
+        row = int(wrong[0, 0])
+        bad_value(f"row {row} of {name}", expected="finite numbers", got=float(largest[row]), remedy="Leave it out.")
+    scaled = features / largest.masked_fill(largest == 0, 1)
+    lengths: Tensor = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
+    return scaled / lengths.clamp(min=1)  # rows below 1 are zero
 
 
 def _check_list(name: str, given: object, *, remedy: str) -> None:
     if isinstance(given, str | bytes | Path) or not isinstance(given, Sequence):
         bad_type(name, expected="a list", got=type(given).__name__, remedy=remedy)
+
+
+def _check_unicode(text: str, name: str) -> None:
+    """Refuse half a character, as training does: no tokenizer takes it, and a replacement would be another text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        got = f"the lone surrogate {text[error.start]!r} at character {error.start}"
+        remedy = 'Decode the text rightly, or replace it: text.encode("utf-8", "replace").decode().'
+        bad_value(name, expected="text that UTF-8 can hold", got=got, remedy=remedy)
 
 
 def _square(picture: Any, name: str, edge: int) -> Image:
@@ -240,7 +271,10 @@ def _square(picture: Any, name: str, edge: int) -> Image:
         if picture.dtype != torch.uint8:
             remedy = "Pass the pixels before normalisation, 0 to 255: (image * 255).round().to(torch.uint8)."
             bad_type(name, expected="a uint8 tensor", got=picture.dtype, remedy=remedy)
-        if picture.dim() != 3 or picture.shape[0] != 3 or 0 in picture.shape:
+        if 0 in picture.shape[1:]:
+            got = list(picture.shape)
+            bad_value(name, expected="an image with pixels", got=f"shape {got}", remedy="Leave it out.")
+        if picture.dim() != 3 or picture.shape[0] != 3:
             bad_value(name, expected="shape [3, H, W]", got=list(picture.shape), remedy="Pass RGB, channels first.")
         image = Image.fromarray(picture.permute(1, 2, 0).contiguous().cpu().numpy())
     elif isinstance(picture, str | Path | Image.Image):

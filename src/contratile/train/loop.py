@@ -19,15 +19,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from contratile.data.chunk_maker import negatives_side
 from contratile.data.loader import Batch
 from contratile.data.sample import Indexed, Stream
 from contratile.errors import bad_value
 from contratile.losses.normalized import warn_not_normalized
 from contratile.models.encoding import SourceFeatures, encode, to_device
 from contratile.models.locked import rows_of
-from contratile.models.towers import Towers, recipe_checksums
+from contratile.models.towers import Tower, Towers, recipe_checksums
 from contratile.planner.loss_memory import dense_loss_bytes, tiled_loss_bytes
-from contratile.report.tracking import Tracker, history
+from contratile.report.tracking import METRICS, Tracker, history, rewind
 from contratile.train import checkpoint
 from contratile.train.config_file import to_dict
 from contratile.train.divergence import diverged, finite, set_aside_diverged
@@ -109,7 +110,7 @@ class Trainer(PreparedRun):
         held_out = None
         # The loader closes last: a stuck worker must not prevent the final checkpoint.
         with (
-            signals() as received,
+            signals(tell=self.main) as received,
             closing(iter(self.loader)) as batches,
             self._tracker() as tracker,
         ):
@@ -149,9 +150,10 @@ class Trainer(PreparedRun):
         """Evaluate a run that has all its steps. It may have stopped where no evaluation was due."""
         metrics, held_out = self.evaluate()
         metrics |= self.evaluate_zero_shot()
-        if self.main and not any(
-            entry["step"] == self.step and BEST in entry for entry in history(self.config.run.out)
-        ):
+        out = self.config.run.out
+        if self.main:
+            rewind(out / METRICS, self.step)  # a longer run may have left lines of steps whose checkpoints are gone
+        if self.main and not any(entry["step"] == self.step and BEST in entry for entry in history(out)):
             with self._tracker() as tracker:
                 tracker.evaluation(self.step, metrics, self.sides)
                 tracker.flush()
@@ -242,6 +244,9 @@ class Trainer(PreparedRun):
         facts = {"loss": float(loss), "lr": rate, "scale": scale_of(towers), "grad_norm": float(norm)}
         if stats is not None:
             facts |= {"top1": float(stats.row_top1), "mean_rank": float(stats.row_rank)}
+        padding = self.cache.padding
+        if padding.given:  # of this process: the others have other rows of the same data
+            facts |= {"tokens": padding.encoded, "padding_saved": padding.saved}
         per_epoch = self.loader.steps_per_epoch
         epoch = self.step // per_epoch if per_epoch else batch.epoch
         return {"epoch": epoch, **facts, "pairs": self.config.run.batch}
@@ -257,8 +262,11 @@ class Trainer(PreparedRun):
                 else getattr(chunk, side)
                 for side in SIDES
             )
-            hard = () if chunk.negatives is None else (one_argument(to_device(chunk.negatives.inputs, device)),)
-            yield *(one_argument(to_device(x, device)) for x in (left, right)), pair_facts(chunk, ids), *hard
+            inputs = [(self.towers.left, left), (self.towers.right, right)]
+            if chunk.negatives is not None:
+                inputs.append((inputs[negatives_side(self.source)][0], chunk.negatives.inputs))
+            first, second, *hard = (arguments(tower, to_device(x, device)) for tower, x in inputs)
+            yield first, second, pair_facts(chunk, ids), *hard
         share = self.config.run.batch // self.accelerator.num_processes
         if count == 0 or (self.sharded and count < -(-share // self.chunk)):
             what = "chunk" if count else "share of a process"
@@ -373,6 +381,7 @@ def scale_of(towers: Towers) -> float:
     return towers.log_scale.detach().exp().item()
 
 
-def one_argument(inputs: Any) -> Any:
-    """Wrap a dictionary of tokens: it is one argument of a tower, not its keywords."""
-    return (inputs,) if isinstance(inputs, dict) else inputs
+def arguments(tower: Tower, inputs: Any) -> Any:
+    """What the cache calls a tower with. Tokens that must keep their padding are one argument, which is not cut."""
+    whole = getattr(tower.prepare, "pad_fully", False)
+    return (inputs,) if whole and isinstance(inputs, dict) else inputs

@@ -54,12 +54,13 @@ def batch_loss(
         return functional.nt_xent(left, right, 1 / scale, **how), None, norms
     if config.loss == "supcon":
         return functional.sup_con(torch.cat([left, right]), torch.cat([ids, ids]), 1 / scale, **how), None, norms
+    if config.same_id != "negative":
+        how |= {"ids": ids, "same_id": config.same_id}
     if config.loss == "siglip":
         assert bias is not None
         loss, stats = functional.siglip_loss(left, right, scale, bias, return_stats=True, **how)
         return loss, stats, norms
     how |= {"margin": config.margin, "label_smoothing": config.label_smoothing}
-    how |= {"ids": ids if config.dedup else None}
     if negatives is not None:
         how |= _negatives(config, negatives, facts)
     function = functional.clip_loss if config.loss == "clip" else functional.info_nce
@@ -76,7 +77,7 @@ def _negatives(config: LossConfig, negatives: Tensor, facts: Tensor) -> dict[str
         return {"hard_negatives": negatives.view(*there.shape, -1), "hard_mask": mask}
     places = there.flatten().nonzero().flatten()  # found where the facts are, on the CPU: a GPU would have to wait
     keys = negatives.index_select(0, places.to(negatives.device))
-    if not (config.dedup and config.ids == "right"):  # ids of negatives are those of their texts
+    if config.same_id == "negative" or config.ids != "right":  # ids of negatives are those of their texts
         return {"extra_keys": keys}
     return {"extra_keys": keys, "extra_ids": ids.flatten()[places].to(negatives.device)}
 

@@ -19,6 +19,7 @@ from contratile.data.chunk_maker import negatives_side
 from contratile.data.loader import Loader
 from contratile.data.sample import Indexed, Stream, traits_of
 from contratile.grad_cache import GradCache
+from contratile.grad_cache.lengths import ByLength
 from contratile.models.towers import Towers, check_recipe
 from contratile.report.metric_text import side_names
 from contratile.report.trackers import check_trackers
@@ -49,6 +50,10 @@ from contratile.train.setup import (
 )
 from contratile.train.sharding import load_model, requested_by_accelerate, sharded_like, without_foreach
 from contratile.train.zero_shot_data import ZeroShot, open_zero_shot
+
+SORTED_CHUNKS = 256
+"""Chunks of a batch whose texts are sorted together. More would save no more padding, and all their tokens are held in
+memory twice for a moment."""
 
 
 class PreparedRun:
@@ -253,6 +258,7 @@ class PreparedRun:
             (*encoders, nn.Identity(), *([encoders[side]] if self.negatives else [])),
             partial(batch_loss, self.config.loss, swapped=bool(self.negatives) and side == 0),
             chunk_size=self.chunk,
+            lengths="off" if run.lengths == "off" else ByLength(window=SORTED_CHUNKS),
             offload=run.offload,
         )
 

@@ -95,7 +95,7 @@ def write_results(trainer: Trainer, outcome: Outcome, notify: Callable[[str], ob
     guessed = chance(held_out) | (trainer.zero_shot.chance if trainer.zero_shot is not None else {})
     report = write_report(
         run,
-        title=f"{config.towers.towers} on {source.name.replace(' (test)', '')}",
+        title=f"Training report: {config.towers.towers} encoders on {source.name.replace(' (test)', '')}",
         config=to_dict(config),
         history=history(run),
         final=outcome.metrics,

@@ -30,12 +30,15 @@ CALLS: dict[str, Spec] = {
     "softplus, statistics": Spec("softplus", ranks=True, sums="all", col_sums=False),
     "metrics": Spec(ranks=True, ties=True),
     "cache": Spec(cache_bytes=32 << 20),
+    "positives": Spec(ranks=True, same_id="positive", sums="same"),
+    "biases": Spec(ranks=True, sums="all", col_sums=False),
+    "softplus, positives": Spec("softplus", cols=False, same_id="positive"),
 }
 """What the losses ask for, by name."""
 
 RULES = tuple(CALLS)
 ONE_SET = ("one set", "sup_con", "views, statistics")
-IDS = ("training", "ids")
+IDS = ("training", "ids", "positives", "softplus, positives")
 
 
 @contextmanager
@@ -62,6 +65,7 @@ def inputs_of(name: str, n: int, d: int, dtype: torch.dtype) -> Inputs:
         key=None if name in ONE_SET else k,
         scale=torch.empty((), device=META),
         bias=torch.empty((), device=META) if softplus else None,
+        key_bias=torch.empty(n, device=META) if name == "biases" else None,
         labels=None if name == "sup_con" else labels,
         query_ids=ids if name in IDS else None,
         key_ids=ids if name in IDS else None,
@@ -76,7 +80,7 @@ def run_step(name: str, n: int, d: int, dtype: torch.dtype, precision: str | Non
     x = inputs_of(name, n, d, dtype)
     ring = Ring.flat(ALONE, (n,), total=n)
     results = passes.forward(ring, x, spec)
-    wanted = Wanted(True, x.key is not None, True, x.bias is not None)
+    wanted = Wanted(True, x.key is not None, True, x.bias is not None, x.key_bias is not None)
     given = results
     if spec.ranks or name == "metrics":  # statistics have no gradient
         given = results._replace(row=results.row._replace(sums=None), col=results.col._replace(sums=None))

@@ -27,7 +27,7 @@ class Scores(NamedTuple):
     """None: the keys are the queries. Scores are symmetric, and only the upper triangle of tiles is computed."""
 
     alpha: Tensor
-    """Scores are alpha <q, k> + bias."""
+    """Scores are alpha <q, k> + bias + the column's bias."""
 
     bias: Tensor | None
     rule: PairRule
@@ -44,6 +44,9 @@ class Scores(NamedTuple):
     query_classes: Tensor | None = None
     key_classes: Tensor | None = None
     """For sums over pairs of equal class."""
+
+    col_bias: Tensor | None = None
+    """[M] is added to the scores of each column, but not to the sums of scores."""
 
     folded: bool = True
     """Multiply alpha into the queries. Otherwise it is multiplied into each tile, after products were compared."""
@@ -96,6 +99,9 @@ class Gradients(NamedTuple):
     dbias: Tensor | None
     once: bool = False
     """Nothing else adds to `dq`: it is overwritten and need not be initialised."""
+
+    dcol_bias: Tensor | None = None
+    """[M], zero-initialised."""
 
 
 class KernelError(RuntimeError):

@@ -18,7 +18,7 @@ def pair_stats(x: Inputs, spec: Spec) -> PairStats:
     """What `autograd.pair_stats` returns, in nats, on one process."""
     acc, device = accumulation_dtype(x.query.dtype), x.query.device.type
     classes = x.query_classes, x.key_classes
-    if spec.sums == "differ":
+    if spec.sums in ("differ", "same"):
         classes = x.query_ids, x.key_ids
     elif spec.sums == "all":
         classes = x.query.new_zeros(len(x.query), dtype=torch.long), x.query.new_zeros(len(x.keys), dtype=torch.long)
@@ -28,6 +28,7 @@ def pair_stats(x: Inputs, spec: Spec) -> PairStats:
             None if x.key is None else x.key.to(acc),
             x.scale,
             x.bias,
+            key_bias=x.key_bias,
             labels=x.labels,
             query_ids=x.query_ids,
             key_ids=x.key_ids,
@@ -42,6 +43,8 @@ def pair_stats(x: Inputs, spec: Spec) -> PairStats:
             ranks=spec.ranks,
             ties=spec.ties,
             differ=spec.sums == "differ",
+            same_id=spec.same_id,
+            without_labelled=spec.sums == "same",
         )
     row, col = (
         SideStats(

@@ -2,6 +2,7 @@
 
     log-sum-exp   row and column statistics                      g = row.grad exp2(s - row.lse2) + col.grad exp2(...)
     softplus      row sums of softplus(s), positives' of -s      g = row.grad sigmoid(s), positives' -sigmoid(-s)
+                  (also of pairs that are positive by their ids)
     ranks         how many keys score above a row's positive     none
 
 Scores of excluded pairs are -inf and contribute nothing. A `limit` drops, for one side, the pairs whose product is
@@ -137,7 +138,7 @@ class LseReader:
     """
 
     def __init__(
-        self, rule: PairRule, row: Sums | None, col: Sums | None, score_: Callable[[Tensor], Tensor] | None = None
+        self, rule: PairRule, row: Sums | None, col: Sums | None, score_: Callable[[Tensor, Tile], Tensor] | None = None
     ) -> None:
         """With limits, tiles are products, and `score_` turns those that count into scores."""
         self.rule, self.row, self.col, self.score_ = rule, row, col, score_
@@ -185,7 +186,7 @@ class LseReader:
         for at, true in zip(self.rule.places(out, tile), self.rule.places(s_RC, tile), strict=True):
             at.put_(true.get())
         assert self.score_ is not None
-        return self.score_(out)
+        return self.score_(out, tile)
 
     def parts(self) -> tuple[SideParts, SideParts]:
         row, col = (SideParts() if x is None else SideParts(*x.finish(self.shift)) for x in (self.row, self.col))
@@ -235,11 +236,12 @@ class LseWeights:
         pos_grad: Tensor | None,
         mirrored: bool,
         factor: Tensor | None = None,
+        col_bias: Tensor | None = None,
     ) -> None:
         """`pos` are the scores of the rows' positives, `pos_grad` the gradient of these scores.
         `mirrored`: scores are symmetric, so rows are columns too. With limits, tiles are products, and `factor` times
-        the products are the scores."""
-        self.row, self.col, self.factor = row, col, factor
+        the products plus `col_bias` are the scores."""
+        self.row, self.col, self.factor, self.col_bias = row, col, factor, col_bias
         labels = rule.labels
         if labels is None or pos is None:
             return
@@ -283,6 +285,8 @@ class LseWeights:
         for (dim, side, index), out in reversed(list(zip(sides, (g_RC, spare_RC), strict=False))):
             dropped = None if side.limit is None else s_RC > part(side.limit, index).unsqueeze(dim)
             scaled_RC = s_RC if self.factor is None else torch.mul(s_RC, self.factor, out=out)
+            if self.factor is not None and self.col_bias is not None:
+                scaled_RC = scaled_RC.add_(part(self.col_bias, tile.cols))
             _exp2(scaled_RC, part(side.lse2, index).unsqueeze(dim), out).mul_(part(side.grad, index).unsqueeze(dim))
             if dropped is not None:
                 out.masked_fill_(dropped, 0)
@@ -301,7 +305,7 @@ class SoftplusReader:
         self.rule, self.row, self.col = rule, row, col
 
     def read(self, s_RC: Tensor, spare_RC: Tensor, tile: Tile) -> None:
-        _softplus(s_RC, spare_RC)
+        _softplus(_turned(s_RC, self.rule.more_positives(tile), spare_RC), spare_RC)
         for at, score in zip(self.rule.places(spare_RC, tile), self.rule.places(s_RC, tile), strict=True):
             value = score.get().neg()
             at.put_(_softplus(value, value))
@@ -310,6 +314,11 @@ class SoftplusReader:
 
     def parts(self) -> tuple[SideParts, SideParts]:
         return SideParts(total=self.row), SideParts(total=self.col)
+
+
+def _turned(x: Tensor, where: Tensor | None, out: Tensor) -> Tensor:
+    """x with the opposite sign where a pair is positive: x itself if there are none, otherwise in `out`."""
+    return x if where is None else torch.where(where, torch.neg(x), x, out=out)
 
 
 def _softplus(x: Tensor, out: Tensor) -> Tensor:
@@ -326,17 +335,20 @@ class SoftplusWeights:
         self, row: Tensor, col: Tensor | None, *, rule: PairRule, pos: Tensor | None, pos_grad: Tensor | None
     ) -> None:
         """`row` and `col` are the gradients of the sums, `pos` the scores of the rows' positives."""
-        self.row, self.col = row, col
+        self.rule, self.row, self.col = rule, row, col
         if rule.labels is not None and pos is not None:
             self._own = (-pos).sigmoid_().mul_(row if col is None else row + rule.of_positives(col)).neg_()
             if pos_grad is not None:
                 self._own += pos_grad
 
     def weigh(self, s_RC: Tensor, g_RC: Tensor, spare_RC: Tensor, tile: Tile) -> None:
+        more = self.rule.more_positives(tile)
+        torch.sigmoid(_turned(s_RC, more, g_RC), out=g_RC)
+        _turned(g_RC, more, g_RC)
         grad = part(self.row, tile.rows).unsqueeze(1)
         if self.col is not None:
             grad = torch.add(grad, self.col[tile.cols], out=spare_RC)
-        torch.sigmoid(s_RC, out=g_RC).mul_(grad)
+        g_RC.mul_(grad)
 
     def positive(self, rows: slice, *, both: bool) -> Tensor:
         return part(self._own, rows)
@@ -355,19 +367,24 @@ class Beaten:
 
 
 class RankReader:
-    """Counts the products above (and equal to) each row's and each column's positive."""
+    """Counts the products above (and equal to) each row's and each column's positive. Other positives do not count."""
 
-    def __init__(self, row: Beaten, col: Beaten | None) -> None:
-        self.row, self.col = row, col
+    def __init__(self, rule: PairRule, row: Beaten, col: Beaten | None) -> None:
+        self.rule, self.row, self.col = rule, row, col
 
     def read(self, s_RC: Tensor, spare_RC: Tensor, tile: Tile) -> None:
         """`s_RC` holds products."""
+        more = self.rule.more_positives(tile)
         for dim, side, index in sides_of(tile, self.row, self.col):
             level = part(side.level, index).unsqueeze(dim)
             # As floats: summing booleans takes six times as long.
-            part(side.higher, index).add_(torch.gt(s_RC, level, out=spare_RC).sum(dim))
-            if side.equal is not None:
-                part(side.equal, index).add_(torch.eq(s_RC, level, out=spare_RC).sum(dim))
+            for compare, count in ((torch.gt, side.higher), (torch.eq, side.equal)):
+                if count is None:
+                    continue
+                compare(s_RC, level, out=spare_RC)
+                if more is not None:
+                    spare_RC.masked_fill_(more, 0)
+                part(count, index).add_(spare_RC.sum(dim))
 
     def parts(self) -> tuple[SideParts, SideParts]:
         row, col = (

@@ -29,11 +29,11 @@ from contratile.engine.backends.torch_reductions import (
     Sums,
     Weights,
 )
-from contratile.engine.classes import add_class_grads, class_sums
+from contratile.engine.classes import STEP, LeftOut, add_class_grads, class_sums
 from contratile.engine.plan import Tile, TilePlan
 from contratile.engine.rule import PairRule
 from contratile.engine.spec import Spec
-from contratile.engine.stats import SideParts, accumulation_dtype, lowest, part
+from contratile.engine.stats import SideParts, accumulation_dtype, lowest, part, take
 
 
 def forward(scores: Scores, spec: Spec, pos: Tensor | None) -> tuple[SideParts, SideParts]:
@@ -48,14 +48,14 @@ def forward(scores: Scores, spec: Spec, pos: Tensor | None) -> tuple[SideParts, 
             s_RC = ws.tile(0, tile) if s_RC is None else s_RC
             products(scores, q_RD, ws.key(scores.key, tile.cols), tile, s_RC, spare_RC)
             if not spec.compares:
-                score_(scores, s_RC)
+                score_(scores, s_RC, tile)
                 if pos is not None:
                     _read_positives(s_RC, tile, rule, pos)
             rule.exclude_(s_RC, tile)
             if ranks is not None:
                 ranks.read(s_RC, spare_RC, tile)
             if spec.compares and not spec.filters:
-                score_(scores, s_RC)
+                score_(scores, s_RC, tile)
             reader.read(s_RC, spare_RC, tile)
     rows, cols = reader.parts()
     if ranks is not None:
@@ -76,11 +76,27 @@ def products(scores: Scores, q_RD: Tensor, k_CD: Tensor, tile: Tile, out: Tensor
     return out
 
 
-def score_(scores: Scores, x_RC: Tensor, *, bias: bool = True) -> Tensor:
+def score_(scores: Scores, x_RC: Tensor, tile: Tile, *, bias: bool = True) -> Tensor:
     """Turn products into scores, in place."""
     if not scores.folded:
         x_RC.mul_(scores.alpha.abs())
-    return x_RC if scores.bias is None or not bias else x_RC.add_(scores.bias)
+    return _biased(scores, x_RC, tile, out=x_RC) if bias else x_RC
+
+
+def _biased(scores: Scores, x_RC: Tensor, tile: Tile, *, out: Tensor) -> Tensor:
+    """Add the biases; x itself if there are none."""
+    if scores.bias is not None:
+        x_RC = torch.add(x_RC, scores.bias, out=out)
+    return x_RC if scores.col_bias is None else torch.add(x_RC, part(scores.col_bias, tile.cols), out=out)
+
+
+def score_positives_(scores: Scores, products: Tensor) -> None:
+    """Turn the positives' products, not folded, into scores, in place: as `score_` does with a tile."""
+    products.mul_(scores.alpha.abs())
+    if scores.bias is not None:
+        products.add_(scores.bias)
+    if scores.col_bias is not None:
+        products.add_(scores.rule.of_positives(scores.col_bias))
 
 
 def _cached(scores: Scores, tile: Tile) -> Tensor | None:
@@ -110,9 +126,8 @@ def _rank_reader(scores: Scores, spec: Spec) -> RankReader | None:
         return None
     assert scores.row_level is not None
     row = Beaten(scores.row_level, ties=spec.ties)
-    return RankReader(
-        row, None if scores.col_level is None or not spec.cols else Beaten(scores.col_level, ties=spec.ties)
-    )
+    col = None if scores.col_level is None or not spec.cols else Beaten(scores.col_level, ties=spec.ties)
+    return RankReader(scores.rule, row, col)
 
 
 def _limit(level: Tensor | None, spec: Spec) -> Tensor | None:
@@ -145,13 +160,14 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
     dq += alpha g k,   dk += g^T (alpha q),   dalpha += sum(g * (s - bias)) / alpha,   dbias += sum(g)
     """
     plan, rule, alpha = scores.plan, scores.rule, scores.alpha
-    dq, dk, dalpha, dbias, once = into
+    dq, dk, dalpha, dbias, once, dcol_bias = into
     pos = given.pos
     weights = _weights(scores, spec, given)
     assert dk is None or dk.dtype == alpha.dtype, "key gradients accumulate over row blocks, in full precision"
     # sum(g * s) = <alpha q, g k>, so dalpha is free with a query gradient; without one the scores must be kept.
     keep_scores = dalpha is not None and dq is None
-    bias = scores.bias if keep_scores else None  # scores are kept without the bias, which would round them
+    # Scores are kept without biases, which would round them.
+    apart = keep_scores and not spec.filters and not (scores.bias is None and scores.col_bias is None)
     ws = Workspace(plan, scores.q, scores.key, tiles=3 if keep_scores else 2)
     # One row block whose gradient is written once needs no buffer. Several do: BLAS rounds by alignment in memory.
     direct = dq if once and dq is not None and dq.dtype == alpha.dtype and plan.rows >= plan.n else None
@@ -167,14 +183,14 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
                 tile = tile._replace(mirrored=True)
             k_CD = ws.key(scores.key, tile.cols)
             g_RC, spare_RC = ws.tile(0, tile), ws.tile(1, tile)
-            s_RC = _cached(scores, tile) if bias is None else None
+            s_RC = None if apart else _cached(scores, tile)
             if s_RC is None:
                 s_RC = ws.tile(2, tile) if keep_scores else g_RC
                 products(scores, plain_RD, k_CD, tile, s_RC, spare_RC)
                 if not spec.filters:
-                    score_(scores, s_RC, bias=bias is None)
+                    score_(scores, s_RC, tile, bias=not apart)
                 rule.exclude_(s_RC, tile)
-            weights.weigh(s_RC if bias is None else torch.add(s_RC, bias, out=g_RC), g_RC, spare_RC, tile)
+            weights.weigh(_biased(scores, s_RC, tile, out=g_RC) if apart else s_RC, g_RC, spare_RC, tile)
             for at in rule.places(g_RC, tile):
                 at.put_(weights.positive(at.rows, both=scores.k is not None or tile.mirrored))
             if dq is not None:
@@ -185,11 +201,13 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
                 dalpha -= torch.dot(q_RD.flatten(), dq_RD.flatten()) / (2 * alpha)
             if dbias is not None:
                 dbias += g_RC.sum()
+            if dcol_bias is not None:
+                part(dcol_bias, tile.cols).add_(g_RC.sum(0))
             if dalpha is not None and keep_scores:
                 # Excluded pairs have s = -inf and g = 0: clamp s so that the product is 0, not NaN.
                 torch.clamp(s_RC, min=lowest(s_RC.dtype), out=spare_RC)
                 if pos is not None and rule.exclude_self:
-                    assert bias is None
+                    assert not apart
                     for at in rule.places(spare_RC, tile):
                         at.put_(pos[at.rows])
                 dalpha += spare_RC.mul_(g_RC).sum() / (scores.query_factor if spec.filters else alpha)
@@ -210,7 +228,7 @@ def _classes(scores: Scores, spec: Spec) -> tuple[Tensor, Tensor]:
     """What classes the sums go by: those given, ids, or one class for all."""
     if spec.sums == "equal":
         query, key = scores.query_classes, scores.key_classes
-    elif spec.sums == "differ":
+    elif spec.sums in ("differ", "same"):
         query, key = scores.rule.query_ids, scores.rule.key_ids
     else:
         one = scores.q.new_zeros(max(len(scores.q), len(scores.key)), dtype=torch.long)
@@ -219,13 +237,26 @@ def _classes(scores: Scores, spec: Spec) -> tuple[Tensor, Tensor]:
     return query, key
 
 
+def _left_out(scores: Scores, spec: Spec) -> LeftOut:
+    """What sums leave out: the row itself where a set is compared with itself, and labelled positives."""
+    rule = scores.rule
+    if rule.exclude_self:
+        assert scores.k is None, "selves are left out of sums over one set"
+        each = torch.arange(len(scores.q), device=scores.q.device)
+        return LeftOut(each, each)
+    if spec.sums != "same" or rule.labels is None:
+        return LeftOut()
+    of_keys = torch.arange(len(scores.key), device=scores.q.device)
+    return LeftOut(rule.labels, torch.where(of_keys < len(scores.q), of_keys, -1) if rule.paired else None)
+
+
 def _with_class_sums(rows: SideParts, cols: SideParts, scores: Scores, spec: Spec) -> tuple[SideParts, SideParts]:
     """Add sums and counts to the parts of the sides that are asked for."""
-    others = scores.rule.exclude_self
-    assert not others or scores.k is None, "selves are left out of sums over one set"
     own, other = _classes(scores, spec)
-    which = {"rows": spec.rows, "cols": spec.sums_cols, "differ": spec.sums == "differ", "others": others}
-    found = class_sums(scores.q, scores.key, scores.alpha, own, other, **which)
+    out = _left_out(scores, spec)
+    assert not spec.sums_cols or out.row is None or out.col is not None, "labels name one query per key"
+    which = {"rows": spec.rows, "cols": spec.sums_cols, "differ": spec.sums == "differ"}
+    found = class_sums(scores.q, scores.key, scores.alpha, own, other, **which, left_out=out)
     if spec.rows:
         rows = rows._replace(sums=found.row, counts=found.row_count)
     if spec.sums_cols:
@@ -236,11 +267,18 @@ def _with_class_sums(rows: SideParts, cols: SideParts, scores: Scores, spec: Spe
 def _add_class_grads(dq: Tensor | None, dk: Tensor | None, scores: Scores, spec: Spec, given: Given) -> None:
     """Add the gradients of the sums."""
     own, other = _classes(scores, spec)
-    which = {"differ": spec.sums == "differ", "others": scores.rule.exclude_self}
+    out, differ = _left_out(scores, spec), spec.sums == "differ"
+    q, k, alpha = scores.q, scores.key, scores.alpha
     if dq is not None:
-        add_class_grads(dq, scores.key, scores.alpha, own, other, given.row_sums, given.col_sums, **which)
+        add_class_grads(dq, k, alpha, own, other, given.row_sums, given.col_sums, differ=differ, left_out=out.row)
     if dk is not None:
-        add_class_grads(dk, scores.q, scores.alpha, other, own, given.col_sums, given.row_sums, **which)
+        add_class_grads(dk, q, alpha, other, own, given.col_sums, given.row_sums, differ=differ, left_out=out.col)
+        if out.row is not None and out.col is None and given.row_sums is not None:
+            # Several queries may have the same labelled key: what they left out is taken off here.
+            labelled = torch.where(take(other, out.row) == own, given.row_sums, 0).mul_(-alpha)
+            for start in range(0, len(q), STEP):
+                at = slice(start, start + STEP)
+                dk.index_add_(0, out.row[at], labelled[at].unsqueeze(1) * q[at].to(dk.dtype))
 
 
 # --- what the loops use -------------------------------------------------------------------------------------------
@@ -253,9 +291,9 @@ def _weights(scores: Scores, spec: Spec, given: Given) -> Weights:
         sums = alpha.new_zeros(scores.plan.n) if given.row is None else given.row.grad
         col_sums = None if given.col is None else given.col.grad
         return SoftplusWeights(sums, col_sums, rule=rule, pos=pos, pos_grad=pos_grad)
-    factor = alpha.abs() if spec.filters else None
     row, col = _direction(given.row, scores, spec), _direction(given.col, scores, spec)
-    return LseWeights(row, col, rule=rule, pos=pos, pos_grad=pos_grad, mirrored=scores.k is None, factor=factor)
+    more = {"factor": alpha.abs() if spec.filters else None, "col_bias": scores.col_bias}
+    return LseWeights(row, col, rule=rule, pos=pos, pos_grad=pos_grad, mirrored=scores.k is None, **more)
 
 
 def _direction(side: SideGrad | None, scores: Scores, spec: Spec) -> Direction | None:

@@ -32,6 +32,7 @@ from contratile.engine.backends.triton_tile import (
     is_special,
     negatives_of,
     rising,
+    same_id,
     softplus,
     tile_of_dots,
     within,
@@ -131,6 +132,7 @@ def forward_tiles(
     key,  # [M, D]
     alpha,  # 0-d
     bias,  # 0-d
+    col_bias,  # [M]
     labels,  # [N]
     label_low,  # [row blocks]
     label_high,
@@ -174,7 +176,8 @@ def forward_tiles(
     SOFTPLUS: tl.constexpr,
     SELF: tl.constexpr,
     SYMMETRIC: tl.constexpr,
-    SUMS: tl.constexpr,  # of scores: "equal" class, "differ" in id, "all" or ""
+    MORE: tl.constexpr,  # pairs of equal id are positives too
+    SUMS: tl.constexpr,  # of scores: "equal" class, "differ" in id, "same" id and not labelled, "all" or ""
     PRECISION: tl.constexpr,
     EVEN_D: tl.constexpr,
     DOWN: tl.constexpr,
@@ -204,6 +207,8 @@ def forward_tiles(
     offset = 0.0
     if bias is not None:
         offset = tl.load(bias)
+    if col_bias is not None:
+        of_cols = tl.load(col_bias + tl.minimum(col, M - 1))
     marked = tl.full([], 0, tl.int32)
     if CAREFUL and not SOFTPLUS:
         marked = tl.load(marks + program)
@@ -260,7 +265,13 @@ def forward_tiles(
                 dots, size = rising(dots, factor)
             if CAREFUL:
                 there = within(row, col, N, M, SELF)
-            if SUMS != "":
+                if MORE:
+                    more = same_id(there, col, at_row, at_col, labels, query_ids, key_ids)
+            if SUMS == "same" and not CAREFUL:  # no pair of such a tile has equal ids
+                if row_sums is not None:
+                    tl.store(row_counts + part, 0.0, mask=stored)
+                    tl.store(row_sums + part, 0.0, mask=stored)
+            elif SUMS != "":
                 scores = dots
                 if CAREFUL or SUMS == "equal":
                     if SUMS == "equal":
@@ -270,6 +281,8 @@ def forward_tiles(
                     elif SUMS == "differ":
                         differ = tl.load(query_ids + at_row)[:, None] != tl.load(key_ids + at_col)[None, :]
                         summed = there & differ
+                    elif SUMS == "same":
+                        summed = more
                     else:
                         summed = there
                     scores = tl.where(summed, dots, 0.0)
@@ -287,23 +300,29 @@ def forward_tiles(
                 if col_sums is not None:
                     sums += folded(scores, DOWN, PAIR, BLOCK_M, BLOCK_N)
             if CAREFUL:
+                excluded = query_ids
+                if MORE:
+                    excluded = None
                 dots = negatives_of(
-                    dots, float("-inf"), there, row, col, at_row, at_col, labels, query_ids, key_ids, SYMMETRIC
+                    dots, float("-inf"), there, row, col, at_row, at_col, labels, excluded, key_ids, SYMMETRIC
                 )
+            ranked = dots
+            if CAREFUL and MORE:
+                ranked = tl.where(more, float("-inf"), dots)
             if row_higher is not None:
                 bar = tl.load(row_bar + at_row)[:, None]
-                above = tl.sum(number_of(dots > bar), 1)
+                above = tl.sum(number_of(ranked > bar), 1)
                 if not RISING:
                     above = tl.where(factor < 0, BLOCK_N - above, above)
                 tl.store(row_higher + part, above, mask=stored)
                 if row_equal is not None:
-                    tl.store(row_equal + part, tl.sum(number_of(dots == bar), 1), mask=stored)
+                    tl.store(row_equal + part, tl.sum(number_of(ranked == bar), 1), mask=stored)
             if col_higher is not None:
                 bar = tl.load(col_bar + at_col)[None, :]
                 seen += BLOCK_M
-                higher += folded(number_of(dots > bar), DOWN, PAIR, BLOCK_M, BLOCK_N)
+                higher += folded(number_of(ranked > bar), DOWN, PAIR, BLOCK_M, BLOCK_N)
                 if col_equal is not None:
-                    equal += folded(number_of(dots == bar), DOWN, PAIR, BLOCK_M, BLOCK_N)
+                    equal += folded(number_of(ranked == bar), DOWN, PAIR, BLOCK_M, BLOCK_N)
             row_cut = None
             if row_limit is not None:
                 row_cut = tl.load(row_limit + at_row)[:, None]
@@ -311,13 +330,18 @@ def forward_tiles(
             if col_limit is not None:
                 col_cut = tl.load(col_limit + at_col)[None, :]
             if SOFTPLUS:
-                value = softplus(dots * size + offset)
+                s = dots * size + offset
+                if CAREFUL and MORE:
+                    s = tl.where(more, -s, s)
+                value = softplus(s)
                 if row_total is not None:
                     tl.store(row_total + part, tl.sum(value, 1), mask=stored)
                 if col_total is not None:
                     total += folded(value, DOWN, PAIR, BLOCK_M, BLOCK_N)
             elif CAREFUL:
                 s = dots * size
+                if col_bias is not None:
+                    s += of_cols[None, :]
                 if row_total is not None:
                     kept = dropped_above(s, dots, row_cut, float("-inf"))
                     highest = tl.maximum(tl.max(kept, 1), LOWEST)
@@ -332,8 +356,13 @@ def forward_tiles(
                 if shift == LOWEST:
                     # Not the maximum of dots * size, which would keep the product and the shift below from being fused.
                     highest = tl.maximum(tl.max(tl.max(dots, 1), 0) * size, tl.min(tl.min(dots, 1), 0) * size)
+                    if col_bias is not None:
+                        highest += tl.max(of_cols, 0)
                     shift = tl.maximum(highest, LOWEST)
-                e = tl.exp2(dots * size - shift)
+                if col_bias is not None:
+                    e = tl.exp2(dots * size + (of_cols - shift)[None, :])
+                else:
+                    e = tl.exp2(dots * size - shift)
                 if row_total is not None:
                     found = tl.sum(dropped_above(e, dots, row_cut, 0.0), 1)
                     bad = bad | out_of_range(found, DOWN, PAIR, BLOCK_M)

@@ -27,6 +27,7 @@ from contratile.engine.backends.triton_tile import (
     nearest_tf32,
     negatives_of,
     rising,
+    same_id,
     sigmoid,
     tile_of_dots,
     within,
@@ -70,6 +71,7 @@ def gradient_tiles(
     key,  # [M, D]
     alpha,  # 0-d
     bias,  # 0-d
+    col_bias,  # [M]
     labels,  # [N]
     label_low,  # [row blocks]
     label_high,
@@ -115,6 +117,7 @@ def gradient_tiles(
     SOFTPLUS: tl.constexpr,
     SELF: tl.constexpr,
     SYMMETRIC: tl.constexpr,
+    MORE: tl.constexpr,  # pairs of equal id are positives too
     SUMS: tl.constexpr,
     PRECISION: tl.constexpr,
     EVEN_D: tl.constexpr,
@@ -191,12 +194,20 @@ def gradient_tiles(
         dots, size = rising(dots, factor)
     there = within(row, col, rows_end, cols_end, SELF)
     if CAREFUL:  # a number, not -inf: 0 * -inf would be NaN in the sums
-        dots = negatives_of(dots, LOWEST, there, row, col, at_row, at_col, labels, query_ids, key_ids, SYMMETRIC)
+        excluded = query_ids
+        if MORE:
+            excluded = None
+            more = same_id(there, col, at_row, at_col, labels, query_ids, key_ids)
+        dots = negatives_of(dots, LOWEST, there, row, col, at_row, at_col, labels, excluded, key_ids, SYMMETRIC)
     if SOFTPLUS:
         s = dots * size
         if bias is not None:
             s += tl.load(bias)
-        g = sigmoid(s)
+        if CAREFUL and MORE:
+            g = sigmoid(tl.where(more, -s, s))
+            g = tl.where(more, -g, g)
+        else:
+            g = sigmoid(s)
         if row_grad is not None and col_grad is not None:
             g = g * (tl.load(row_grad + at_row)[:, None] + tl.load(col_grad + at_col)[None, :])
         elif row_grad is not None:
@@ -204,20 +215,26 @@ def gradient_tiles(
         elif col_grad is not None:
             g = g * tl.load(col_grad + at_col)[None, :]
     elif row_far is not None and not CAREFUL:
-        e = tl.exp2(dots * size - tl.load(shift))
+        if col_bias is not None:
+            e = tl.exp2(dots * size + (tl.load(col_bias + at_col) - tl.load(shift))[None, :])
+        else:
+            e = tl.exp2(dots * size - tl.load(shift))
         # Addresses with a common start: a thread reads its columns at constant distances.
         of_rows = tl.load((row_weight + top) + tl.arange(0, BLOCK_M))
         of_cols = tl.load((col_weight + left) + tl.arange(0, BLOCK_N))
         g = e * (of_rows[:, None] + of_cols[None, :])
     else:
         g = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        s = dots * size
+        if col_bias is not None:
+            s += tl.load(col_bias + at_col)[None, :]
         if row_grad is not None:
-            share = tl.load(row_grad + at_row)[:, None] * tl.exp2(dots * size - tl.load(row_lse + at_row)[:, None])
+            share = tl.load(row_grad + at_row)[:, None] * tl.exp2(s - tl.load(row_lse + at_row)[:, None])
             if row_limit is not None:
                 share = tl.where(dots <= tl.load(row_limit + at_row)[:, None], share, 0.0)
             g += share
         if col_grad is not None:
-            share = tl.load(col_grad + at_col)[None, :] * tl.exp2(dots * size - tl.load(col_lse + at_col)[None, :])
+            share = tl.load(col_grad + at_col)[None, :] * tl.exp2(s - tl.load(col_lse + at_col)[None, :])
             if col_limit is not None:
                 share = tl.where(dots <= tl.load(col_limit + at_col)[None, :], share, 0.0)
             g += share
@@ -236,12 +253,14 @@ def gradient_tiles(
         if SYMMETRIC:
             label = tl.where(col < cols_end, tl.load(labels + at_col), -1)
             g = tl.where(row[:, None] == label[None, :], tl.load(pos_weight + at_col)[None, :], g)
-    if SUMS != "":
+    if SUMS != "" and (CAREFUL or SUMS != "same"):
         summed = there
         if SUMS == "equal":
             summed = there & (tl.load(query_classes + at_row)[:, None] == tl.load(key_classes + at_col)[None, :])
         elif SUMS == "differ":
             summed = there & (tl.load(query_ids + at_row)[:, None] != tl.load(key_ids + at_col)[None, :])
+        elif SUMS == "same":
+            summed = more
         if row_sums_grad is not None:
             g += tl.where(summed, tl.load(row_sums_grad + at_row)[:, None], 0.0)
         if col_sums_grad is not None:

@@ -127,7 +127,7 @@ class KernelCall:
         if self.spec.filters:
             return self._config("forward")
         config = self._config("gradient")
-        plain = self.spec.sums in ("", "differ") and not self.spec.cache_bytes
+        plain = self.spec.sums in ("", "differ", "same") and not self.spec.cache_bytes
         return config if plain else config._replace(registers=256)
 
     def _config(self, kernel: Kernel) -> Config:
@@ -154,7 +154,8 @@ class KernelCall:
         many = (spec.ranks and (self.scores.k is None or kind == "tf32x3")) or (unfolded and (spec.ranks or spec.sums))
         if many or spec.ties or spec.cache_bytes or (spec.sums and kind == "ieee"):
             return 64
-        more = spec.ranks or spec.sums or spec.filters or self.scores.rule.query_ids is not None
+        by_key = self.scores.rule.query_ids is not None or self.scores.col_bias is not None
+        more = spec.ranks or spec.sums or spec.filters or by_key
         if arch == 100:  # products come from tensor memory, one row to a thread
             return 64 if more or self.scores.k is None else 128
         if arch == 120 and spec.filters:
@@ -182,7 +183,7 @@ class KernelCall:
             blocks = -(-len(scores.q) // config.m)
             bounds = {name: self.labels.new_empty(blocks) for name in bounds}
         return {
-            **{"alpha": self.alpha, "bias": self.bias, "labels": self.labels},
+            **{"alpha": self.alpha, "bias": self.bias, "col_bias": _dense(scores.col_bias), "labels": self.labels},
             **bounds,
             "query_ids": _dense(rule.query_ids),
             "key_ids": _dense(rule.key_ids),
@@ -193,6 +194,7 @@ class KernelCall:
             "SOFTPLUS": spec.reduce == "softplus",
             "SELF": rule.exclude_self,
             "SYMMETRIC": scores.k is None,
+            "MORE": spec.same_id == "positive" and rule.query_ids is not None,
             "SUMS": spec.sums,
             **self._cache(),
         }

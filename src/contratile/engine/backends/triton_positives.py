@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from contratile.engine.backends.block import Scores
+from contratile.engine.backends.torch_tiles import score_positives_
 from contratile.engine.spec import Spec
 from contratile.engine.stats import SideParts, Stats, lowest
 
@@ -27,7 +28,8 @@ def add_positives(row: SideParts, col: SideParts, scores: Scores, spec: Spec, le
     counted = torch.ones_like(labels, dtype=torch.bool)
     if scores.rule.exclude_self:
         counted = labels != at
-    pos = level * scores.alpha.abs() if scores.bias is None else level * scores.alpha.abs() + scores.bias
+    pos = level.clone()
+    score_positives_(scores, pos)
     _add(row, pos, counted, None)
     if row.equal is not None:
         row.equal.add_(counted)

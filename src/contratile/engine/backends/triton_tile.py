@@ -154,6 +154,15 @@ def within(row, col, rows_end, cols_end, SELF: tl.constexpr):
 
 
 @triton.jit
+def same_id(there, col, at_row, at_col, labels, query_ids, key_ids):
+    """The pairs of equal id that exist, without the labelled ones."""
+    same = there & (tl.load(query_ids + at_row)[:, None] == tl.load(key_ids + at_col)[None, :])
+    if labels is not None:
+        same = same & (tl.load(labels + at_row)[:, None] != col[None, :])
+    return same
+
+
+@triton.jit
 def negatives_of(x, nothing, there, row, col, at_row, at_col, labels, query_ids, key_ids, SYMMETRIC: tl.constexpr):
     """x, or `nothing` at pairs that do not exist, that are positive, or that have equal ids."""
     x = tl.where(there, x, nothing)

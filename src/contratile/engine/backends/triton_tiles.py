@@ -20,6 +20,7 @@ from contratile.engine.backends import triton_configs, triton_forward, triton_gr
 from contratile.engine.backends.block import Given, Gradients, Scores, SideGrad
 from contratile.engine.backends.precision import library_products
 from contratile.engine.backends.torch_reductions import Direction, LseWeights, SoftplusWeights
+from contratile.engine.backends.torch_tiles import score_positives_
 from contratile.engine.backends.triton_configs import careful_config, cut_backward, cut_forward
 from contratile.engine.backends.triton_launch import INTERPRETED, SMALL, Device, KernelCall, Launch, on_device
 from contratile.engine.backends.triton_positives import add_positives
@@ -68,9 +69,7 @@ def forward(scores: Scores, spec: Spec, pos: Tensor | None) -> tuple[SideParts, 
     if pos is not None:
         level = torch.empty_like(pos)
         positives(scores, spec, level)
-        torch.mul(level, scores.alpha.abs(), out=pos)
-        if scores.bias is not None:
-            pos += scores.bias
+        score_positives_(scores, pos.copy_(level))
     with on_device(q.device):
         call = KernelCall(scores, spec, Device.of(q.device))
         for launch in forward_launches(call, row, col):
@@ -163,19 +162,22 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
     Chunks of g are written in the features' dtype. Upstream gradients are scaled to about 1 first, because 1 / N would
     underflow in fp16; the scaling is undone at the end, together with alpha, in fp32.
     """
-    q, (dq, dk, dalpha, dbias, _) = scores.q, into
+    q, (dq, dk, dalpha, dbias, _, dcol_bias) = scores.q, into
     if not len(q) or not len(scores.key) or not _upstream(given):
         return
     with on_device(q.device):
         given, peak = _near_one(given, fp16=q.dtype == torch.float16)
         call = KernelCall(scores, spec, Device.of(q.device))
         factor = call.alpha * peak
-        write, add_up = dq is not None or dk is not None, dalpha is not None or dbias is not None
+        write = any(x is not None for x in (dq, dk, dcol_bias))
+        add_up = dalpha is not None or dbias is not None
         chunks = Chunks(call, given, write=write, add_up=add_up)
         if scores.k is None:
             _products_of_one_set(chunks, q, dq, factor)
         else:
             _products_of_two_sets(chunks, q, scores.k, into, factor)
+        if dcol_bias is not None:
+            dcol_bias.mul_(peak)
         for total, more in zip((dalpha, dbias), chunks.sums, strict=True):
             if total is not None:
                 total += (more * peak).to(total.device)
@@ -192,6 +194,8 @@ def _products_of_two_sets(chunks: Chunks, q: Tensor, k: Tensor, into: Gradients,
                 add_product_(dq_RD, g_RC, k[cols], first=number_ == 0)
             if dk is not None:
                 add_product_(dk[cols], g_RC.t(), q[rows])
+            if into.dcol_bias is not None:
+                into.dcol_bias[cols] += g_RC.sum(0, dtype=torch.float32)
         if dq is not None and dq_RD is not None:
             if into.once:
                 torch.mul(dq_RD, factor, out=dq[rows])
@@ -269,7 +273,8 @@ class Chunks:
         if self.symmetric:  # two rows that are each other's positive hold the same pair
             weight = weight * torch.where(labels[labels] == torch.arange(self.n, device=labels.device), 0.5, 1.0)
         dots = pos / call.alpha
-        if call.bias is not None:  # a product cannot be told from a score that the bias has rounded
+        if call.bias is not None or call.scores.col_bias is not None:
+            # A product cannot be told from a score that a bias has rounded.
             positive_launch(call, dots).run()
             dots = dots * torch.where(call.alpha < 0, -1.0, 1.0)
         self.sums += torch.stack([(weight * dots).sum(), weight.sum()])

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from contratile.models.base import import_for_towers
+from contratile.models.base import import_needed
 from contratile.models.export.base import (
     Exported,
     image_alone,
@@ -44,7 +44,9 @@ def to_open_clip(towers: Towers, folder: Path) -> Exported:
     if image_alone(towers):
         remedy = "The run trained on views of images; open_clip has no folder for an image encoder alone."
         refuse(towers, "open_clip", expected="an image and a text encoder", remedy=remedy)
-    open_clip = import_for_towers("open_clip", "open_clip_torch, and a torchvision that fits torch")
+    open_clip = import_needed(
+        "open_clip", "open_clip_torch, and a torchvision that fits torch", needed_for="export to open_clip"
+    )
     left, right = towers.left, towers.right
     visual: Any = left.backbone[1]  # type: ignore[index]  # behind the pixels
     text: Any = right.backbone

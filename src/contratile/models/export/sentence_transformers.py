@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from contratile.models.base import import_for_towers
+from contratile.models.base import import_needed
 from contratile.models.export.base import Exported, refuse, refuse_head
 from contratile.models.towers import Towers
 
@@ -26,7 +26,9 @@ def to_sentence_transformers(towers: Towers, folder: Path) -> Exported:
     if not towers.config.towers.startswith("st:"):
         to = "open_clip" if towers.config.towers.startswith("open_clip:") else "transformers"
         refuse(towers, "sentence-transformers", expected="st: towers, which encode texts", remedy=f"Pass --to {to}.")
-    package = import_for_towers("sentence_transformers", "sentence-transformers")
+    package = import_needed(
+        "sentence_transformers", "sentence-transformers", needed_for="export to sentence-transformers"
+    )
     tower: Any = towers.left
     known: Any = tower.backbone.model
     modules = [*known.children(), *_head(towers, package)]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contratile.models.base import import_for_towers
+from contratile.models.base import import_needed
 from contratile.models.export.base import (
     Exported,
     image_alone,
@@ -66,7 +66,7 @@ def to_transformers(towers: Towers, folder: Path) -> Exported:
     if maker not in ("tiny", "hf"):
         to = "open_clip" if maker == "open_clip" else "sentence-transformers"
         refuse(towers, TO, expected="tiny or hf: towers", remedy=f"Pass --to {to}.")
-    transformers = import_for_towers("transformers", "transformers")
+    transformers = import_needed("transformers", "transformers", needed_for="export to transformers")
     if towers.config.head not in ("none", "linear"):
         refuse_head(towers, TO, "no head or a linear one: the models of transformers end in a projection")
     if image_alone(towers):

@@ -112,8 +112,9 @@ def counting_densely(rule: dict[str, Any], found: Counts, *, one_set: bool = Fal
             "all": {f"{x}_classes": torch.zeros(len(of)) for x, of in (("query", q), ("key", key))},
             "equal": {name: value for name, value in rule.items() if name.endswith("classes")},
             "differ": {f"{x}_classes": rule.get(f"{x}_ids") for x in ("query", "key")},
-        }[sums]
-        got = reference.pair_stats(q, key, scale, **given, **classes, **options, differ=sums == "differ")
+        }["differ" if sums == "same" else sums]
+        which = {"differ": sums == "differ", "without_labelled": sums == "same"}
+        got = reference.pair_stats(q, key, scale, **given, **classes, **options, **which)
         if not col_sums:
             got = {name: value for name, value in got.items() if name not in ("col_sums", "col_counts")}
         found.update({name: value for name, value in got.items() if name.endswith(COUNTS)})

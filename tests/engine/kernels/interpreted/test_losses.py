@@ -20,6 +20,8 @@ N, D = 34, 19
 IDS = torch.arange(N) // 2
 EXTRA, HARD = numbers(21, D, seed=5, kind="ieee"), numbers(N * 2, D, seed=6, kind="ieee").view(N, 2, D)
 
+BIAS = torch.linspace(-4, 3, N)
+
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "clip": lambda q, k, s, **how: ct.clip_loss(q, k, s, **how),
     "clip with options": lambda q, k, s, **how: ct.clip_loss(
@@ -31,10 +33,31 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "clip, smoothed and kept": lambda q, k, s, **how: ct.clip_loss(
         q, k, s, ids=IDS, label_smoothing=0.2, cache_bytes=4 * N * N, **how
     ),
+    "clip, several positives": lambda q, k, s, **how: ct.clip_loss(
+        *(q, k, s), ids=IDS, same_id="positive", extra_keys=EXTRA.bfloat16().to(q), extra_ids=torch.arange(21), **how
+    ),
+    "clip with biases": lambda q, k, s, **how: ct.clip_loss(
+        *(q, k, s),
+        key_bias=BIAS + (k.to(s.dtype) ** 2).sum(1),
+        ids=IDS,
+        extra_keys=EXTRA.bfloat16().to(q),
+        extra_bias=BIAS[:21],
+        **how,
+    ),
+    "info_nce with biases and a margin": lambda q, k, s, **how: ct.info_nce(
+        *(q, k, s), labels=(torch.arange(N) * 5) % N, key_bias=(k.to(s.dtype) ** 2).sum(1), margin=0.1, **how
+    ),
     "info_nce": lambda q, k, s, **how: ct.info_nce(q, k, s, labels=(torch.arange(N) * 5) % N, **how),
+    "info_nce, several positives": lambda q, k, s, **how: ct.info_nce(
+        *(q, k, s), labels=(torch.arange(N) * 5) % N, ids=(IDS, IDS), same_id="positive", **how
+    ),
     "nt_xent": lambda q, k, s, **how: ct.nt_xent(q, k, 1 / s, **how),
     "sup_con": lambda q, k, s, **how: ct.sup_con(torch.cat([q, k]), torch.cat([IDS, IDS]) % 5, 1 / s, **how),
     "siglip": lambda q, k, s, **how: ct.siglip_loss(q, k, s, 0.3 * s - 5, **how),
+    "siglip with ids": lambda q, k, s, **how: ct.siglip_loss(q, k, s, 0.3 * s - 5, ids=IDS, **how),
+    "siglip, several positives": lambda q, k, s, **how: ct.siglip_loss(
+        q, k, s, 0.3 * s - 5, ids=IDS, same_id="positive", **how
+    ),
     "pair_lse": lambda q, k, s, **how: torch.cat(ct.pair_lse(q, k, s, **how)).mean(),
 }
 HOW: dict[str, Any] = {"backend": "triton", "tile": 16, "group": None}
@@ -95,9 +118,15 @@ STATISTICS: dict[str, Callable[..., tuple[Tensor, Any]]] = {
     "clip with ids and a margin": lambda q, k, s, **how: ct.clip_loss(
         q, k, s, ids=IDS, margin=0.1, return_stats=True, **how
     ),
+    "clip, several positives": lambda q, k, s, **how: ct.clip_loss(
+        q, k, s, ids=IDS, same_id="positive", return_stats=True, **how
+    ),
     "info_nce": lambda q, k, s, **how: ct.info_nce(q, k, s, labels=torch.arange(N) // 2, return_stats=True, **how),
     "nt_xent": lambda q, k, s, **how: ct.nt_xent(q, k, 1 / s, return_stats=True, **how),
     "siglip": lambda q, k, s, **how: ct.siglip_loss(q, k, s, 0.3 * s - 5, return_stats=True, **how),
+    "siglip, several positives": lambda q, k, s, **how: ct.siglip_loss(
+        q, k, s, 0.3 * s - 5, ids=IDS, same_id="positive", return_stats=True, **how
+    ),
 }
 
 

@@ -56,8 +56,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "everything": {"ranks": True, "ties": True, "sums": "differ", "margin": 0.15, "cache_bytes": 4 * 40 * M},
     "classes, ranks and margin": {"ranks": True, "sums": "equal", "margin": 0.2},
     "rows": {"ranks": True, "sums": "all", "cols": False},
+    "positives": {"ranks": True, "ties": True, "sums": "same", "same_id": "positive"},
 }
-IDS = ("training", "differ, both", "everything")
+IDS = ("positives", "training", "differ, both", "everything")
 MANY = [pytest.param(kind, marks=() if kind in ("bf16", "ieee") else pytest.mark.slow) for kind in KINDS]
 
 
