@@ -89,6 +89,21 @@ def test_ring_buffers_are_four_blocks(work: Workload) -> None:
     assert term(device_memory(replace(work, ranks=1), CPU), "ring buffers") == 0
 
 
+def test_a_ring_over_nodes_has_buffers_and_transfers_of_its_own(work: Workload) -> None:
+    """As docs/distributed.md counts: 3KL - 2K blocks inside, 3K - 2 between K nodes of L, and four buffers more."""
+    nodes, block = parse_devices("2x4xA800-80G"), 1024 * 64 * 4
+    flat = replace(work, loss=LossFacts(ring="flat"))
+    assert term(device_memory(work, nodes), "buffers between nodes") == 4 * block
+    for where, step in ((GPUS, work), (nodes, flat)):
+        assert term(device_memory(step, where), "buffers between nodes") == 0
+        assert step_seconds(step, where).sent_bytes == (3 * 8 - 2) * block
+    slow = step_seconds(work, replace(nodes, network=1e6, link=1e6))
+    seconds = {one.name: one.seconds for one in slow.terms}
+    assert seconds["ring"] == pytest.approx((3 * 8 - 2 * 2) * block / 1e6, rel=0.01)
+    assert seconds["ring between nodes"] == pytest.approx((3 * 2 - 2) * block / 1e6, rel=0.01)
+    assert seconds["ring"] + seconds["ring between nodes"] == pytest.approx(slow.sent_bytes / 1e6, rel=0.01)
+
+
 def test_dense_scores_and_other_losses(work: Workload) -> None:
     dense = device_memory(replace(work, loss=LossFacts(dense=True)), GPUS)
     assert term(dense, "all scores") == 4 * 4 * 8192**2

@@ -229,12 +229,19 @@ def _loss_terms(work: Workload, devices: Devices) -> Sequence[Term]:
     if ranks > 1:
         carried, gathered = 2 * keys * block * itemsize, (0 if loss.views == 2 else 2 * keys * block * FP32)
         add("ring buffers", carried + gathered, "two visiting blocks of keys, two of their gradients on the way")
+        if over_nodes(work, devices):
+            add("buffers between nodes", carried + gathered, "as many, on their way to the next node")
     if itemsize < FP32:
         add("accumulators", 2 * block * FP32, "gradients of features in fp32 until they are complete")
     if loss.cache_bytes:
         kept = min(loss.cache_bytes, keys * rows * rows * ranks * FP32)
         add("kept scores", kept, "--cache-mib")
     return found
+
+
+def over_nodes(work: Workload, devices: Devices) -> bool:
+    """Whether the ring of the loss goes over nodes."""
+    return work.loss.ring != "flat" and devices.nodes > 1 and devices.per_node > 1
 
 
 def _peer_terms(work: Workload, loss: Peer) -> Sequence[Term]:
