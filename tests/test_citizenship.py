@@ -64,6 +64,7 @@ IDS = torch.arange(N) % 5
             "key_classes": IDS,
         },
         {"labels": LABELS, "sums": "differ", "query_ids": IDS, "key_ids": LABELS},
+        {"labels": LABELS, "key_bias": LABELS.float()},
     ],
     ids=[
         "nothing",
@@ -75,6 +76,7 @@ IDS = torch.arange(N) % 5
         "softplus",
         "everything",
         "differ",
+        "biases",
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -89,8 +91,8 @@ def test_operators_pass_opcheck(dtype: torch.dtype, options: dict[str, Any]) -> 
     results = [y.detach() for y in compiled.pair_statistics(*x, *spec)]
     upstream = [randn(*y.shape, seed=4, dtype=y.dtype) for y in results]
     detached = [None if y is None else y.detach() for y in x]
-    has_bias = x.bias is not None
-    for wants in ((True, key is not None, True, has_bias), (False, False, True, False), (True, False, False, False)):
+    everything = True, key is not None, True, x.bias is not None, x.key_bias is not None
+    for wants in (everything, (False, False, True, False, False), (True, False, False, False, False)):
         # Its derivative is refused on purpose, so the operator is checked for tensors that want none.
         torch.library.opcheck(compiled.pair_gradients, (*detached, *spec, results, upstream, list(wants)))
 
