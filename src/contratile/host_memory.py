@@ -5,10 +5,16 @@ peak_growth(lambda: step())        # bytes; None on other systems
 
 import ctypes
 import gc
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
+
+RETURNING = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
+"""Environment of a process whose freed tensors go back to the system at once. glibc reads it when a process starts."""
+_SMALL = 1 << 20
+"""Bytes of a threshold that is small beside the tensors of a training step."""
 
 
 def memory_bytes(entry: str) -> int:
@@ -45,13 +51,27 @@ def trim() -> None:
         pass  # not glibc
 
 
-def peak_growth(work: Callable[[], object]) -> int | None:
-    """Peak resident memory during `work()` minus resident memory before it, in bytes; None on other systems."""
+def returns_freed(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether glibc was told to give large blocks back when they are freed, instead of keeping them for later."""
+    (name,) = RETURNING
+    told = environment.get(name, "")
+    return told.isdigit() and int(told) <= _SMALL
+
+
+def restart_peak() -> int | None:
+    """Let VmHWM start from now; returns resident memory in bytes, or None on other systems."""
     trim()
     try:
         Path("/proc/self/clear_refs").write_text("5")
-        before = status_bytes("VmRSS")
+        return status_bytes("VmRSS")
     except OSError:
+        return None
+
+
+def peak_growth(work: Callable[[], object]) -> int | None:
+    """Peak resident memory during `work()` minus resident memory before it, in bytes; None on other systems."""
+    before = restart_peak()
+    if before is None:
         return None
     work()
     return status_bytes("VmHWM") - before

@@ -1,14 +1,15 @@
 """`contratile bench plan`: the list, the errors, one point."""
 
+import ctypes
+import subprocess
 import sys
-from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from contratile.bench.plan import PlanBenchConfig, PlanSeries, predict
+from contratile.bench.plan import PlanBenchConfig, PlanSeries
 from contratile.bench.plan_points import POINTS, Point
+from contratile.bench.plan_server import PointServer
 from contratile.bench.plots.plan import error_lines, errors
 from contratile.bench.rows import PlanRow
 
@@ -23,6 +24,7 @@ ROW = PlanRow(
     checkpointing=False,
     offload="none",
     world=1,
+    allocator="returning",
     measured_mib=400.0,
     predicted_mib=440.0,
     predicted_seconds=1.0,
@@ -54,14 +56,54 @@ def test_errors_are_those_of_runs_above_300_mib() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
-def test_a_point_is_run_and_predicted() -> None:
-    config = PlanBenchConfig(quick=True, threads=1)
-    point = Point(model="tiny", batch=16, chunk=8, tokens=16)
-    series = PlanSeries(config)
-    done: Future[list[dict[str, Any]]] = Future()
-    done.set_result(series._run(point))
-    series.ahead[config.points[0]] = done
-    (row,) = series.rows(0)
-    assert row["status"] == "ok" and row["measured_mib"] > 10 and row["seconds_best"] > 0
-    work, seconds = predict(point, None)
-    assert work.chunk == 8 and seconds > 0
+def test_points_are_run_and_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One and two ranks; memory is within a few MiB of what is predicted, which libraries take, however small."""
+    one = Point(model="tiny", batch=64, chunk=32, tokens=16)
+    points = (one, replace(one, chunk=16, world=2))
+    monkeypatch.setattr("contratile.bench.plan.QUICK", points)
+    series = PlanSeries(PlanBenchConfig(quick=True, threads=1, timed=True))
+    rows = [row for n in range(2) for row in series.rows(n)]
+    assert series.server._process is None, "it ends with the last point"
+    for row, point in zip(rows, points, strict=True):
+        assert row["status"] == "ok" and row["seconds_best"] > 0 and row["predicted_seconds"] > 0
+        assert row["world"] == point.world and row["allocator"] == "returning"
+        assert -5 < row["measured_mib"] - row["predicted_mib"] < 25
+
+
+def test_every_so_many_points() -> None:
+    assert PlanBenchConfig(every=7).points == POINTS[::7]
+    with pytest.raises(ValueError, match="every: expected at least 1, got 0"):
+        PlanBenchConfig(every=0)
+
+
+def test_a_failure_is_a_status() -> None:
+    server = PointServer(threads=1, returning=True)
+    command = [sys.executable, "-c", "input(); print('nonsense')"]
+    server._process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert server.ask({"model": "tiny"}, 60)["status"].startswith("failed: process ended")
+    command[2] = "input(); import time; time.sleep(60)"
+    server._process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert server.ask({"model": "tiny"}, 0.1) == {"status": "failed: no result after 0 s"}
+    assert server._process is None
+
+
+def test_holes_of_the_heap_are_taken() -> None:
+    """What was freed in the middle of the heap is not free any more, so the next block comes from elsewhere."""
+    code = (
+        "import ctypes; from contratile.bench.plug import plug_holes\n"
+        "malloc, free = ctypes.CDLL(None).malloc, ctypes.CDLL(None).free\n"
+        "malloc.restype, free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]\n"
+        "blocks = [malloc(100_000) for _ in range(21)]\n"
+        "for block in blocks[1::2]: free(block)\n"
+        "assert plug_holes() >= 10 * (1 << 16)\n"
+        "assert malloc(90_000) not in blocks\n"
+    )
+    try:
+        getattr(ctypes.CDLL(None), "mallinfo2")  # noqa: B009 - absent without a new glibc
+    except (OSError, AttributeError):
+        pytest.skip("needs glibc")
+    subprocess.run([sys.executable, "-c", code], check=True)

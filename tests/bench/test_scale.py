@@ -8,32 +8,61 @@ import torch
 from contratile.bench.contestants.loss import LossProblem
 from contratile.bench.contestants.scale import MEMORY, _tiled_gradients, _tiled_lse, simulated
 from contratile.bench.plots import draw
-from contratile.bench.rows import load, save
+from contratile.bench.rows import Recording, ScaleRow, load, save
 from contratile.bench.runner import run
-from contratile.bench.scale import BENCH, HOPS, ScaleBenchConfig
+from contratile.bench.scale import BENCH, HOPS, ScaleBenchConfig, ScaleSeries
 from contratile.cli.tables import notes, tables
 from contratile.ring.mail import Buffers
 
 
-def test_a_tiny_run(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+@pytest.fixture(scope="module")
+def recording() -> Recording[ScaleRow]:
+    """A simulated rank of 2, too large for its budget, and two real ranks."""
     config = ScaleBenchConfig(
-        worlds=(2, 16),
-        batches=(64, 16384),
-        check_world=0,
+        worlds=(2,),
+        batches=(16384,),
+        check_worlds=(2,),
+        check_batches=(2048,),
         dims=(64,),
         budget=0.001,
         threads=1,
-        contestants=("contratile", "contratile_nodes", "open_clip", "open_clip_local"),
+        contestants=("contratile", "contratile_nodes"),
     )
-    recording = run(BENCH, config, command="test")
-    assert len(recording.rows) == 2 * 3 + 2 * 4, "one node is no ring over nodes"
-    for row in recording.rows:
-        assert row.status == "ok" and row.formula_mib > 0
-        assert (row.how == "formula") == (row.contestant.startswith("open_clip"))
-        assert (row.peak_extra_mib is None) == (row.how == "formula")
-    part = next(row for row in recording.rows if row.queries and row.queries < row.local and row.world == 2)
-    assert part.hops == 3 and part.local == 8192
+    return run(BENCH, config, command="test")
+
+
+def test_a_simulated_rank(recording: Recording[ScaleRow]) -> None:
+    row, *others = [row for row in recording.rows if "real ranks" not in row.how]
+    assert not others, "one node is no ring over nodes"
+    assert (row.status, row.how, row.hops, row.local) == ("ok", "simulated rank", 3, 8192)
+    assert row.queries is not None and row.queries < row.local
+    assert row.peak_extra_mib is not None and 0.3 * row.formula_mib < row.peak_extra_mib < 1.2 * row.formula_mib
+
+
+def test_real_ranks_hold_what_a_simulated_one_does(recording: Recording[ScaleRow]) -> None:
+    real, simulated = [row for row in recording.rows if "real ranks" in row.how]
+    assert (real.how, simulated.how) == ("real ranks", "simulated beside real ranks")
+    for row in (real, simulated):
+        assert (row.status, row.n, row.world, row.hops, row.queries) == ("ok", 2048, 2, 2, 1024)
+    assert real.peak_extra_mib == pytest.approx(simulated.peak_extra_mib, rel=0.25)
+
+
+def test_formulas_need_no_process() -> None:
+    config = ScaleBenchConfig(worlds=(16,), batches=(64,), contestants=("open_clip", "open_clip_local"))
+    rows = list(ScaleSeries(config, 16, 64).rows(64))
+    assert [row["contestant"] for row in rows] == ["open_clip", "open_clip_local"]
+    for row in rows:
+        assert row["status"] == "ok" and row["how"] == "formula" and row["formula_mib"] > 0
+        assert row["peak_extra_mib"] is None
+
+
+def test_over_nodes_only_where_there_are_several() -> None:
+    config = ScaleBenchConfig(node=8)
+    assert [ScaleSeries(config, world, 64)._several_nodes() for world in (8, 12, 16, 128)] == [False, False, True, True]
+
+
+def test_rows_are_recorded_and_drawn(recording: Recording[ScaleRow], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     save(recording, tmp_path)
     assert load(tmp_path / "scale.json") == recording
     assert [path.name for path in draw(recording, tmp_path)] == ["scale.png"]
@@ -80,8 +109,12 @@ def test_formulas_of_the_papers_sizes() -> None:
 
 
 def test_bad_options() -> None:
-    with pytest.raises(ValueError, match=r"batches: expected multiples of 8, got 2049"):
+    with pytest.raises(ValueError, match=r"batches: expected multiples of 8 \(worlds\), got 2049"):
         ScaleBenchConfig(batches=(2049,))
+    with pytest.raises(ValueError, match=r"check_batches: expected multiples of 4 \(check_worlds\), got 2050"):
+        ScaleBenchConfig(check_batches=(2050,))
+    with pytest.raises(TypeError, match="rounds"):
+        ScaleBenchConfig(rounds=2)  # type: ignore[call-arg]  # nothing is timed
     with pytest.raises(ValueError, match=r"budget: expected a positive number of TFLOP, got 0"):
         ScaleBenchConfig(budget=0)
     with pytest.raises(ValueError, match=r"contestants: expected"):

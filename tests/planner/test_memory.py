@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from contratile.grad_cache.chunks import RowBuffer
+from contratile.host_memory import returns_freed
 from contratile.planner.devices import Devices, parse_devices
 from contratile.planner.encoder_cost import encoder_cost
 from contratile.planner.memory import Memory, buffer_rows, device_memory, disk_memory, host_memory
@@ -72,10 +73,35 @@ def test_host_memory_is_the_memory_of_a_cpu(work: Workload) -> None:
     assert not host_memory(replace(alone, offload="host"), CPU).terms
 
 
+def test_what_malloc_keeps_counts_unless_it_is_told_to_return_it(work: Workload) -> None:
+    alone = replace(work, ranks=1)
+    keeping, returning = (device_memory(alone, replace(CPU, keeps_freed=keeps)) for keeps in (True, False))
+    for name in ("freed, not reused", "not given back"):
+        assert term(keeping, name) > 0 == term(returning, name)
+    assert term(keeping, "activations of a chunk") == term(returning, "activations of a chunk")
+    assert returns_freed({"MALLOC_MMAP_THRESHOLD_": "65536"})
+    assert not returns_freed({}) and not returns_freed({"MALLOC_MMAP_THRESHOLD_": str(32 << 20)})
+
+
 def test_ring_buffers_are_four_blocks(work: Workload) -> None:
     memory = device_memory(work, GPUS)
     assert term(memory, "ring buffers") == 4 * 1024 * 64 * 4
     assert term(device_memory(replace(work, ranks=1), CPU), "ring buffers") == 0
+
+
+def test_a_ring_over_nodes_has_buffers_and_transfers_of_its_own(work: Workload) -> None:
+    """As docs/distributed.md counts: 3KL - 2K blocks inside, 3K - 2 between K nodes of L, and four buffers more."""
+    nodes, block = parse_devices("2x4xA800-80G"), 1024 * 64 * 4
+    flat = replace(work, loss=LossFacts(ring="flat"))
+    assert term(device_memory(work, nodes), "buffers between nodes") == 4 * block
+    for where, step in ((GPUS, work), (nodes, flat)):
+        assert term(device_memory(step, where), "buffers between nodes") == 0
+        assert step_seconds(step, where).sent_bytes == (3 * 8 - 2) * block
+    slow = step_seconds(work, replace(nodes, network=1e6, link=1e6))
+    seconds = {one.name: one.seconds for one in slow.terms}
+    assert seconds["ring"] == pytest.approx((3 * 8 - 2 * 2) * block / 1e6, rel=0.01)
+    assert seconds["ring between nodes"] == pytest.approx((3 * 2 - 2) * block / 1e6, rel=0.01)
+    assert seconds["ring"] + seconds["ring between nodes"] == pytest.approx(slow.sent_bytes / 1e6, rel=0.01)
 
 
 def test_dense_scores_and_other_losses(work: Workload) -> None:

@@ -17,9 +17,6 @@ class BenchConfig:
     dims: tuple[int, ...] = (512,)
     """Feature sizes D."""
 
-    rounds: int
-    """How often each contestant is timed at each size."""
-
     threads: int
     """Number of torch threads."""
 
@@ -35,7 +32,6 @@ class BenchConfig:
     def __post_init__(self) -> None:
         for d in self.dims:
             check_count("dims", d, least=1)
-        check_count("rounds", self.rounds, least=1)
         check_count("threads", self.threads, least=1)
         for name in ("dims", "contestants"):
             if not getattr(self, name):
@@ -52,7 +48,19 @@ class BenchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalConfig(BenchConfig):
+class TimedConfig(BenchConfig):
+    """Options of a benchmark that measures time."""
+
+    rounds: int
+    """How often each contestant is timed at each size."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("rounds", self.rounds, least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalConfig(TimedConfig):
     """Options of a benchmark in one process."""
 
     sizes: tuple[int, ...]

@@ -20,7 +20,7 @@ from typing import Any
 from PIL import Image
 
 from contratile.bench.clock import wall_time
-from contratile.bench.config import BenchConfig
+from contratile.bench.config import TimedConfig
 from contratile.bench.contestants.data import DATA_CONTESTANTS, DATA_PACKAGES, tokenizer_of
 from contratile.bench.data_files import SHARDS, Files, decoding_bytes, jpeg, make_files
 from contratile.bench.data_point import DataPoint, Turn, Unable
@@ -35,7 +35,7 @@ DECODED = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataBenchConfig(BenchConfig):
+class DataBenchConfig(TimedConfig):
     """Samples per second of the loader (JPEGs decoded, cropped at random, scaled, normalised; captions tokenized)
     against webdataset and open_clip on the same shards."""
 

@@ -7,22 +7,18 @@ definition of its encoders alone, and after two small chunks of them have been r
 fresh process.
 """
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from contratile.bench.config import BenchConfig
+from contratile.bench.config import TimedConfig
 from contratile.bench.plan_points import POINTS, QUICK, Point, definition
+from contratile.bench.plan_server import PointServer
 from contratile.bench.runner import Benchmark, Series
+from contratile.errors import check_count
 from contratile.planner.devices import Devices, parse_devices
 from contratile.planner.encoder_cost import encoder_cost
 from contratile.planner.memory import device_memory
@@ -31,10 +27,11 @@ from contratile.planner.workload import Line, Offload, Workload, by_name, count_
 
 MiB = 1 << 20
 MODELS = tuple(dict.fromkeys(point.model for point in POINTS))
+Allocator = Literal["returning", "default"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanBenchConfig(BenchConfig):
+class PlanBenchConfig(TimedConfig):
     """Predicted against measured peak memory and seconds of training steps."""
 
     contestants: tuple[str, ...] = MODELS
@@ -49,8 +46,15 @@ class PlanBenchConfig(BenchConfig):
     calibrate: bool = False
     """Also predict with a calibration: two small chunks of each model, run here first."""
 
-    jobs: int = 1
-    """Points that run at the same time. With more than one, seconds are not recorded."""
+    allocator: Allocator = "returning"
+    """How malloc treats freed tensors: "returning" sets MALLOC_MMAP_THRESHOLD_=65536, so that memory is what tensors
+    take; "default" leaves malloc as it is, which keeps part of what was freed."""
+
+    timed: bool = False
+    """Also measure seconds, which needs an idle machine."""
+
+    every: int = 1
+    """Run every so many-th point of the list, from the first one on."""
 
     patience: float = 600.0
     """Seconds that a point may take."""
@@ -58,9 +62,14 @@ class PlanBenchConfig(BenchConfig):
     out: Path = Path("bench-plan")
     """Folder for plan.csv, plan.json and plan.png."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("every", self.every, least=1)
+
     @property
     def points(self) -> tuple[Point, ...]:
-        return tuple(point for point in (QUICK if self.quick else POINTS) if point.model in self.contestants)
+        found = tuple(point for point in (QUICK if self.quick else POINTS) if point.model in self.contestants)
+        return found[:: self.every]
 
     @property
     def all_sizes(self) -> list[int]:
@@ -73,18 +82,8 @@ class PlanSeries(Series):
     def __init__(self, config: PlanBenchConfig) -> None:
         super().__init__(config, "training steps", ("plan",), ("plan",))
         self.config = config
-        self.ahead: dict[Point, Future[list[dict[str, Any]]]] = {}
-        self.calibrations: dict[Point, Line] = {}
-
-    def start(self) -> None:
-        """With several jobs, points run ahead of their rows."""
-        if self.config.jobs > 1:
-            pool = ThreadPoolExecutor(self.config.jobs)
-            self.ahead = {point: pool.submit(self._run, point) for point in self.config.points}
-
-    def _run(self, point: Point) -> list[dict[str, Any]]:
-        config = self.config
-        return [run_point(point, config.threads, config.patience) for _ in range(config.rounds)]
+        self.server = PointServer(config.threads, returning=config.allocator == "returning")
+        self.calibrations: dict[Point, Line | None] = {}
 
     def predicted_bytes(self, name: str, n: int) -> float:
         return 0.0
@@ -92,53 +91,57 @@ class PlanSeries(Series):
     def rows(self, n: int) -> Iterator[dict[str, Any]]:
         point, config = self.config.points[n], self.config
         self.notify(f"{point.model}, batch {point.batch}, chunk {point.chunk}: running")
-        found = self.ahead[point].result() if point in self.ahead else self._run(point)
+        asked = asdict(point) | {"timed": config.timed}
+        found = [self.server.ask(asked, config.patience) for _ in range(config.rounds)]
         good = [one for one in found if "peak" in one]
-        status = "ok" if good else str(found[0].get("status", "failed"))
-        work, seconds = predict(point, good[0] if good else None)
+        work = workload(point)
+        devices = self._devices(point)
         columns: dict[str, Any] = {
             **asdict(point),
             "contestant": point.model,
             "n": point.batch,
             "d": work.width,
             "dtype": "float32",
-            "status": status,
-            "predicted_mib": device_memory(work, _devices(point)).peak / MiB,
-            "predicted_seconds": seconds,
+            "status": "ok" if good else str(found[0].get("status", "failed")),
+            "allocator": config.allocator,
+            "predicted_mib": device_memory(work, devices).peak / MiB,
         }
         columns.pop("model"), columns.pop("batch")
         if good:
             columns["measured_mib"] = max(one["peak"] for one in good) / MiB
-        if good and config.jobs == 1:
+        if good and config.timed:
             columns["seconds_best"] = min(one["seconds"] for one in good)
             columns["seconds_median"] = sorted(one["seconds"] for one in good)[len(good) // 2]
+            columns["predicted_seconds"] = seconds_at(work, devices, good[0])
         if config.calibrate:
             known = self._calibration(point)
-            columns["calibrated_mib"] = device_memory(replace(work, measured=known), _devices(point)).peak / MiB
+            if known is not None:
+                columns["calibrated_mib"] = device_memory(replace(work, measured=known), devices).peak / MiB
+        if n == config.all_sizes[-1]:
+            self.server.stop()
         yield columns
 
-    def _calibration(self, point: Point) -> Line:
-        """One for all points with the same encoders."""
+    def _calibration(self, point: Point) -> Line | None:
+        """One for all points with the same encoders; None if it failed."""
         key = replace(point, batch=1, chunk=1, offload="none", world=1)
         if key not in self.calibrations:
             self.notify(f"{point.model}: calibrating")
-            found = _process([json.dumps(asdict(key)), "--calibrate"], {}, self.config.patience, self.config.threads)
-            self.calibrations[key] = Line(**found["memory"])
+            found = self.server.ask(asdict(key) | {"calibrate": True}, self.config.patience)
+            self.calibrations[key] = Line(**found["memory"]) if "memory" in found else None
         return self.calibrations[key]
 
+    def _devices(self, point: Point) -> Devices:
+        found = parse_devices(f"{point.world}xcpu", memory=1e12)
+        return replace(found, keeps_freed=self.config.allocator == "default")
 
-def _devices(point: Point) -> Devices:
-    return parse_devices(f"{point.world}xcpu", memory=1e12)
 
-
-def predict(point: Point, rates: dict[str, Any] | None) -> tuple[Workload, float]:
-    """A point by definition: the step, and its seconds at the rates of the process that ran it."""
+def workload(point: Point) -> Workload:
+    """A point by definition."""
     sides = definition(point)
-    rows = (max(1, point.chunk // 2), point.chunk)
     every = sides[:1] if sides[0].module is sides[1].module else sides
-    costs = [encoder_cost(side.module, side.inputs, rows=rows) for side in every]
+    costs = [encoder_cost(side.module, side.inputs, rows=(point.chunk, point.chunk)) for side in every]
     place: Offload = point.offload  # type: ignore[assignment]  # one of its values
-    work = Workload(
+    return Workload(
         batch=point.batch,
         chunk=min(point.chunk, point.batch // point.world),
         ranks=point.world,
@@ -146,54 +149,12 @@ def predict(point: Point, rates: dict[str, Any] | None) -> tuple[Workload, float
         sides=(costs[0], costs[-1]),
         optimizer=count_optimizer([side.module for side in sides], by_name("adamw"), "adamw"),
     )
-    devices = _devices(point)
-    if rates is not None:
-        flops = dict.fromkeys(devices.flops, rates["flops"])
-        devices = replace(devices, flops=flops, bandwidth=rates["bandwidth"])
-    return work, step_seconds(work, devices).seconds
 
 
-def run_point(point: Point, threads: int, timeout: float) -> dict[str, Any]:
-    """Run a point in fresh processes, one per rank."""
-    words = [json.dumps(asdict(point))]
-    if point.world == 1:
-        return _process(words, {}, timeout, threads)
-    share = max(1, threads // point.world)
-    with tempfile.TemporaryDirectory() as folder:
-        shared = {"CONTRATILE_STORE": f"{folder}/store"}
-        others = [
-            subprocess.Popen(
-                _command(words, share), env={**os.environ, **shared, "RANK": str(rank)}, stderr=subprocess.DEVNULL
-            )
-            for rank in range(1, point.world)
-        ]
-        try:
-            return _process(words, {**shared, "RANK": "0"}, timeout, share)
-        finally:
-            for other in others:
-                try:
-                    other.wait(30)
-                except subprocess.TimeoutExpired:
-                    other.kill()
-
-
-def _command(words: list[str], threads: int) -> list[str]:
-    return [sys.executable, "-m", "contratile.bench.plan_point", *words, "--threads", str(threads)]
-
-
-def _process(words: list[str], extra: dict[str, str], timeout: float, threads: int) -> dict[str, Any]:
-    environment = {**os.environ, **extra, "OMP_NUM_THREADS": str(threads)}
-    try:
-        done = subprocess.run(
-            _command(words, threads), env=environment, capture_output=True, text=True, timeout=timeout
-        )
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return found
-    except subprocess.TimeoutExpired:
-        return {"status": f"failed: no result after {timeout:.0f} s"}
-    except (IndexError, ValueError):
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return {"status": f"failed: {last[:150]}"}
+def seconds_at(work: Workload, devices: Devices, rates: dict[str, Any]) -> float:
+    """Seconds of a step at the rates of the process that ran it."""
+    flops = dict.fromkeys(devices.flops, rates["flops"])
+    return step_seconds(work, replace(devices, flops=flops, bandwidth=rates["bandwidth"])).seconds
 
 
 BENCH = Benchmark(

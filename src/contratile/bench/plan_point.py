@@ -1,15 +1,17 @@
-"""The process that runs one point of `contratile bench plan`, started by `contratile.bench.plan`.
+"""The process that runs points of `contratile bench plan`, started by `contratile.bench.plan`.
 
-    python -m contratile.bench.plan_point '{"model": "tiny", "batch": 1024, "chunk": 256}'
+    echo '{"model": "tiny", "batch": 1024, "chunk": 256, "threads": 1}' | python -m contratile.bench.plan_point
 
-prints one JSON object: peak memory beyond what the process had before it built anything, seconds of the best step, and
-the rates of this machine. With `--calibrate` it runs two small chunks instead and prints the fitted lines.
+For each line of standard input one JSON object is printed: the peak of its memory, the seconds of its step, and the
+rates of this machine. A line with `"calibrate": true` runs two small chunks instead and prints the fitted lines. Every
+point runs in processes of its own, one per rank, that are forked from this one, which has imported the libraries and
+computed nothing.
 """
 
-import argparse
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -19,28 +21,33 @@ import torch
 from torch import nn
 
 from contratile import GradCache
-from contratile.bench.harness import quiet
+from contratile.bench.harness import describe, quiet
 from contratile.bench.plan_points import Point, definition
+from contratile.bench.plug import plug_holes
 from contratile.grad_cache.chunks import Nest
-from contratile.host_memory import status_bytes, trim
+from contratile.host_memory import restart_peak, status_bytes
 from contratile.losses.modules import ClipLoss
 from contratile.planner.calibration import calibrate, materialised, real_rows
 from contratile.planner.devices import cpu_rates, parse_devices
 from contratile.planner.encoder_cost import encoder_cost
+from contratile.planner.tower_inputs import Side
 from contratile.planner.workload import Workload, by_name, count_optimizer
 
-STEPS = 2
-"""Steps of a point: the optimiser's state exists from the first one on."""
+FEW = 2
+"""Rows of a rank's first step, which creates gradients and the optimiser's state. The second one has all rows."""
 
 
-def measure(point: Point) -> dict[str, Any]:
-    """Run the steps of a point in this process."""
-    sides = definition(point)
+def measure(point: Point, sides: tuple[Side, Side], timed: bool) -> dict[str, Any]:
+    """Run the steps of a point in this process.
+
+    Memory is that of the process beyond what it had before it built anything, pages of libraries left out.
+    """
     _warm_up()
     ranks = _join(point.world)
-    rates = cpu_rates()
-    trim()
-    before = status_bytes("VmRSS")
+    rates = cpu_rates() if timed else None
+    plug_holes()
+    restart_peak()
+    before = status_bytes("RssAnon")
     modules = {id(side.module): materialised(side.module) for side in sides}
     encoders = [modules[id(side.module)] for side in sides]
     trained = [p for module in modules.values() for p in module.parameters() if p.requires_grad]
@@ -50,23 +57,24 @@ def measure(point: Point) -> dict[str, Any]:
         wrapped = {key: nn.parallel.DistributedDataParallel(module) for key, module in modules.items()}
         encoders = [wrapped[id(side.module)] for side in sides]
     cache = GradCache(encoders, ClipLoss(), chunk_size=point.chunk, offload=point.offload)  # type: ignore[arg-type]
-    share, seconds = point.batch // point.world, []
-    for _ in range(STEPS):
+    seconds = 0.0
+    for rows in (FEW, point.batch // point.world):
         start = time.perf_counter()
         optimizer.zero_grad()
-        cache.step(_chunks(sides, share, point.chunk), logit_scale=scale.exp())
+        cache.step(_chunks(sides, rows, point.chunk), logit_scale=scale.exp())
         nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
-        seconds.append(time.perf_counter() - start)
-    peak = status_bytes("VmHWM") - before
+        seconds = time.perf_counter() - start
+    peak = status_bytes("VmHWM") - status_bytes("RssFile") - before
     if ranks is not None:
-        most = torch.tensor([float(peak), min(seconds)])
+        most = torch.tensor([float(peak), seconds])
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
-        peak, best = int(most[0]), float(most[1])
+        peak, seconds = int(most[0]), float(most[1])
         torch.distributed.destroy_process_group()
-    else:
-        best = min(seconds)
-    return {"peak": peak, "seconds": best, "flops": rates.flops["fp32"], "bandwidth": rates.bandwidth}
+    found: dict[str, Any] = {"peak": peak}
+    if rates is not None:
+        found |= {"seconds": seconds, "flops": rates.flops["fp32"], "bandwidth": rates.bandwidth}
+    return found
 
 
 def _chunks(sides: Any, rows: int, chunk: int) -> Iterator[tuple[Nest, ...]]:
@@ -90,10 +98,11 @@ def _join(world: int) -> int | None:
     return rank
 
 
-def fit(point: Point) -> dict[str, Any]:
+def fit(sides: tuple[Side, Side]) -> dict[str, Any]:
     """Two small chunks of the encoders of a point."""
-    sides, devices = definition(point), parse_devices("cpu")
+    devices = parse_devices("cpu")
     _warm_up()
+    plug_holes()
     every = sides[:1] if sides[0].module is sides[1].module else sides
     costs = [encoder_cost(side.module, side.inputs, rows=(8, 16)) for side in every]
     optimizer = count_optimizer([side.module for side in sides], by_name("adamw"), "adamw")
@@ -101,19 +110,45 @@ def fit(point: Point) -> dict[str, Any]:
     return asdict(calibrate(sides, work, devices))
 
 
+def answer(asked: dict[str, Any]) -> dict[str, Any]:
+    """What a line asks for, from forked processes."""
+    calibrated, timed = asked.pop("calibrate", False), asked.pop("timed", False)
+    torch.set_num_threads(asked.pop("threads", torch.get_num_threads()))
+    point = Point(**asked)
+    sides = definition(point)  # imports what its models need
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["CONTRATILE_STORE"] = f"{folder}/store"
+        receive, send = os.pipe()
+        ranks = [_fork(rank, send, point, sides, calibrated, timed) for rank in range(point.world)]
+        os.close(send)
+        with os.fdopen(receive) as said:
+            text = said.read()
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+    try:
+        found: dict[str, Any] = json.loads(text)
+    except ValueError:
+        return {"status": f"failed: process ended with code {next((code for code in codes if code), 0)}"}
+    return found
+
+
+def _fork(rank: int, send: int, point: Point, sides: tuple[Side, Side], calibrated: bool, timed: bool) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    os.environ["RANK"] = str(rank)
+    try:
+        with quiet():
+            found = fit(sides) if calibrated else measure(point, sides, timed)
+    except Exception as error:
+        found = {"status": f"failed: {describe(error)}"}
+    if rank == 0:
+        os.write(send, json.dumps(found).encode())
+    os._exit(0)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m contratile.bench.plan_point", description=__doc__)
-    parser.add_argument("point", help="a point as JSON")
-    parser.add_argument("--calibrate", action="store_true")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    point = Point(**json.loads(options.point))
-    with quiet():
-        found = fit(point) if options.calibrate else measure(point)
-    if os.environ.get("RANK", "0") == "0":
-        print(json.dumps(found))
-    sys.stdout.flush()
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":

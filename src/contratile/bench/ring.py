@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from contratile.bench.config import BenchConfig, check_scale
+from contratile.bench.config import TimedConfig, check_scale
 from contratile.bench.contestants.ring import RING_CONTESTANTS, RING_PACKAGES
 from contratile.bench.launch import Event, launch
 from contratile.bench.memory import MiB
@@ -22,7 +22,7 @@ from contratile.machine import NOT_INSTALLED, version
 
 
 @dataclass(frozen=True, kw_only=True)
-class RingBenchConfig(BenchConfig):
+class RingBenchConfig(TimedConfig):
     """Time, memory per rank and bytes sent of the symmetric loss over ranks on this machine, against other ways."""
 
     worlds: tuple[int, ...] = (1, 2, 4, 8)

@@ -167,8 +167,12 @@ class PlanRow(Row):
     checkpointing: bool
     offload: str
     world: int
+    allocator: str
+    """`returning`: freed tensors go back to the system at once (MALLOC_MMAP_THRESHOLD_=65536); `default`: malloc as it
+    is."""
+
     measured_mib: float | None = None
-    """Peak resident memory beyond what the process had before it built anything."""
+    """Peak resident memory beyond what the process had before it built anything, without pages of libraries."""
 
     predicted_mib: float
     """From the definition of the encoders alone."""
@@ -176,7 +180,7 @@ class PlanRow(Row):
     calibrated_mib: float | None = None
     """After two small chunks were run here."""
 
-    predicted_seconds: float
+    predicted_seconds: float | None = None
     """At the rates that the process measured before the step."""
 
 
@@ -212,7 +216,8 @@ class ScaleRow(Row):
 
     about: str
     how: str
-    """`simulated rank`, `real ranks` (the largest of them), or `formula`: not measured at this size."""
+    """`simulated rank`, `real ranks` (the largest of them), `simulated beside real ranks` (as many ranks, to compare),
+    or `formula`: not measured at this size."""
 
     formula_mib: float
     """What the formula gives for `peak_extra_mib`."""

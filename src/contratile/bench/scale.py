@@ -33,7 +33,7 @@ HOPS = {OURS: (3, 1), OVER_NODES: (9, 3), "inf_cl": (4, 1)}
 PRODUCTS = {OURS: 4, OVER_NODES: 4, "inf_cl": 80}
 """Matrix products per visiting block, as the budget counts them. The small tiles of the paper's ring (10 products) are
 slow here."""
-SIMULATED, REAL, FORMULA = "simulated rank", "real ranks", "formula"
+SIMULATED, REAL, CHECK, FORMULA = "simulated rank", "real ranks", "simulated beside real ranks", "formula"
 PACKAGES = ("open_clip_torch", "inf-cl")
 
 
@@ -50,8 +50,8 @@ class ScaleBenchConfig(BenchConfig):
     check_batches: tuple[int, ...] = (2048, 4096)
     """Global batch sizes at which real ranks are started too, to check the simulation and the formulas."""
 
-    check_world: int = 8
-    """Number of these ranks; 0 starts none."""
+    check_worlds: tuple[int, ...] = (2, 4, 8)
+    """Numbers of these ranks; none starts none."""
 
     node: int = 8
     """Ranks of a node, for the ring over nodes."""
@@ -66,9 +66,6 @@ class ScaleBenchConfig(BenchConfig):
     dims: tuple[int, ...] = (768,)
     """Feature sizes D."""
 
-    rounds: int = 1
-    """Not used: nothing is timed."""
-
     threads: int = 2
     """Number of torch threads."""
 
@@ -77,24 +74,24 @@ class ScaleBenchConfig(BenchConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("worlds", "batches", "node"):
-            values = getattr(self, name)
-            for value in values if isinstance(values, tuple) else (values,):
-                check_count(name, value, least=1 if name != "worlds" else 2)
+        for name, least in (("worlds", 2), ("check_worlds", 2), ("batches", 1), ("check_batches", 1)):
+            for value in getattr(self, name):
+                check_count(name, value, least=least)
+        check_count("node", self.node, least=1)
         for name in self.contestants:
             check_choice("contestants", name, tuple(MEMORY))
         if not self.budget > 0:
             bad_value("budget", expected="a positive number of TFLOP", got=self.budget, remedy="Leave it out.")
-        worlds = (*self.worlds, *([self.check_world] if self.check_world else []))
-        for n in self.all_sizes:
-            for world in worlds:
-                if n % world:
-                    remedy = "All ranks hold the same number of pairs here; choose batches that every P divides."
-                    bad_value("batches", expected=f"multiples of {world}", got=n, remedy=remedy)
+        for batches, worlds in (("batches", "worlds"), ("check_batches", "check_worlds")):
+            for n in getattr(self, batches):
+                for world in getattr(self, worlds):
+                    if n % world:
+                        remedy = "All ranks hold the same number of pairs here; choose batches that every P divides."
+                        bad_value(batches, expected=f"multiples of {world} ({worlds})", got=n, remedy=remedy)
 
     @property
     def all_sizes(self) -> list[int]:
-        return sorted({*self.batches, *(self.check_batches if self.check_world else ())})
+        return sorted({*self.batches, *(self.check_batches if self.check_worlds else ())})
 
 
 class ScaleSeries(Series):
@@ -111,6 +108,8 @@ class ScaleSeries(Series):
         return MEMORY[name](local, n, self.d) + 4 * 4 * local * self.d
 
     def rows(self, n: int) -> Iterator[dict[str, Any]]:
+        if n not in self.config.batches:
+            return
         local = n // self.world
         ours: float | None = None
         for name in self.names:
@@ -147,26 +146,22 @@ class ScaleSeries(Series):
         if refusal:
             return {"status": refusal}
         self.notify(f"{name}: a simulated rank at N={n}")
-        words = f"--contestant {name} --local {local} --d {self.d} --world {world} --nodes {nodes} --queries {queries}"
-        found = _point([*words.split(), "--threads", str(self.config.threads)], timeout=20 * self.timeout)
-        return {**found, "hops": world, "queries": queries}
+        return _simulated(
+            name, local, self.d, hops=world, nodes=nodes, queries=queries, threads=self.config.threads, series=self
+        )
 
 
 class RealSeries(Series):
-    """Real ranks at sizes that fit."""
+    """Real ranks at sizes that fit, and for ours a simulated rank of as many."""
 
-    def __init__(self, config: ScaleBenchConfig, d: int) -> None:
+    def __init__(self, config: ScaleBenchConfig, world: int, d: int) -> None:
         names = [name for name in config.contestants if name in RING_CONTESTANTS]
-        super().__init__(config, f"{config.check_world} real ranks D={d}", names, RING_CONTESTANTS)
-        self.sizes, self.d = config.check_batches, d
+        super().__init__(config, f"{world} real ranks D={d}", names, RING_CONTESTANTS)
+        self.sizes, self.world, self.d = config.check_batches, world, d
         ring = RingBenchConfig(
-            worlds=(config.check_world,),
-            batches=(),
-            memory_batches=config.check_batches,
-            contestants=tuple(names),
-            dims=(d,),
+            worlds=(world,), batches=(), memory_batches=config.check_batches, contestants=tuple(names), dims=(d,)
         )
-        self.ring = RingSeries(ring, config.check_world, d)
+        self.ring = RingSeries(ring, world, d)
 
     def predicted_bytes(self, name: str, n: int) -> float:
         return self.ring.predicted_bytes(name, n)
@@ -175,21 +170,34 @@ class RealSeries(Series):
         if n not in self.sizes:
             return
         self.ring.notify = self.notify
-        world = self.ring.world
         with _freed_memory_returned():
             found = self.ring.measure(n)
+        ours = found[OURS].peak_extra_mib if OURS in found else None
         for name, measured in found.items():
-            peak, ours = measured.peak_extra_mib, found[OURS].peak_extra_mib if OURS in found else None
+            peak = measured.peak_extra_mib
+            status = "ok" if measured.status == "memory only" else measured.status
             yield {
-                **_place(name, n, world, self.d),
-                "status": "ok" if measured.status == "memory only" else measured.status,
+                **self._columns(name, n, peak),
+                "status": status,
                 "how": REAL,
-                "peak_extra_mib": peak,
-                "formula_mib": MEMORY[name](n // world, n, self.d) / MiB,
-                "hops": world,
-                "queries": n // world,
                 "memory_ratio": peak / ours if peak and ours else None,
             }
+        if OURS in found:
+            self.notify(f"a simulated rank of {self.world} at N={n}")
+            one = _simulated(
+                OURS, n // self.world, self.d, hops=self.world, nodes=1, queries=n // self.world, threads=1, series=self
+            )
+            peak = one["peak_extra_mib"]
+            yield {**self._columns(OURS, n, peak), "status": one["status"], "how": CHECK}
+
+    def _columns(self, name: str, n: int, peak: float | None) -> dict[str, Any]:
+        return {
+            **_place(name, n, self.world, self.d),
+            "peak_extra_mib": peak,
+            "formula_mib": MEMORY[name](n // self.world, n, self.d) / MiB,
+            "hops": self.world,
+            "queries": n // self.world,
+        }
 
 
 def _place(name: str, n: int, world: int, d: int) -> dict[str, Any]:
@@ -212,29 +220,35 @@ def _freed_memory_returned() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _point(words: Sequence[str], *, timeout: float) -> dict[str, Any]:
-    command = [sys.executable, "-m", "contratile.bench.scale_point", *words]
+def _simulated(
+    name: str, local: int, d: int, *, hops: int, nodes: int, queries: int, threads: int, series: Series
+) -> dict[str, Any]:
+    """Measure a simulated rank in a process of its own."""
+    words = f"--contestant {name} --local {local} --d {d} --world {hops} --nodes {nodes} --queries {queries}"
+    command = [sys.executable, "-m", "contratile.bench.scale_point", *words.split(), "--threads", str(threads)]
+    timeout = 20 * series.timeout
+    failed = {"peak_extra_mib": None, "hops": hops, "queries": queries}
     try:
         with _freed_memory_returned():
             done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
-        return {"status": f"memory: no result after {timeout:.0f} s"}
+        return {**failed, "status": f"memory: no result after {timeout:.0f} s"}
     except (IndexError, ValueError):
-        return {"status": f"memory: process ended with code {done.returncode}"}
-    return found
+        return {**failed, "status": f"memory: process ended with code {done.returncode}"}
+    return {**found, "hops": hops, "queries": queries}
 
 
 def _series(config: ScaleBenchConfig) -> Sequence[Series]:
     simulated = [ScaleSeries(config, world, d) for d in config.dims for world in config.worlds]
-    return [*simulated, *(RealSeries(config, d) for d in config.dims if config.check_world)]
+    return [*simulated, *(RealSeries(config, world, d) for d in config.dims for world in config.check_worlds)]
 
 
 BENCH = Benchmark(
     kind="scale",
     default=ScaleBenchConfig(),
     quick=ScaleBenchConfig(
-        worlds=(8,), batches=(8192, 16384), check_world=0, dims=(256,), budget=0.05, threads=1, quick=True
+        worlds=(8,), batches=(8192, 16384), check_worlds=(), dims=(256,), budget=0.05, threads=1, quick=True
     ),
     series=_series,
     packages=PACKAGES,

@@ -18,7 +18,7 @@ from functools import cache
 import torch
 
 from contratile.errors import bad_value
-from contratile.host_memory import available_bytes
+from contratile.host_memory import available_bytes, returns_freed
 from contratile.planner.gpus import Gpu, find
 from contratile.planner.tile_time import DEFAULT
 
@@ -70,6 +70,9 @@ class Devices:
     """The entry of the table, if there is one."""
 
     on_cpu: bool = False
+    keeps_freed: bool = False
+    """On a CPU: malloc keeps freed memory, as it does unless it is told otherwise (`host_memory.returns_freed`)."""
+
     sources: tuple[str, ...] = ()
     """Where the figures come from."""
 
@@ -216,6 +219,7 @@ def _cpus(nodes: int, per_node: int, given: _ByHand) -> Devices:
         link=given.link or rates.bandwidth / 4 / per_node,
         network=given.network or NETWORK,
         on_cpu=True,
+        keeps_freed=not returns_freed(),
         sources=(
             f"measured here: products {rates.flops['fp32'] / 1e9:.0f} GFLOP/s, copies {rates.bandwidth / 1e9:.0f} GB/s,"
             f" {torch.get_num_threads()} threads" + (f", shared by {per_node} processes" if per_node > 1 else ""),

@@ -44,10 +44,7 @@ class PassCost:
     """Rows of the chunk."""
 
     encode_peak: float
-    """Forward pass without gradients."""
-
-    saved: float
-    """Held when a forward pass with gradients ends: what autograd saved, and the features."""
+    """Forward pass of the first chunk, which is recorded to see what is trained; others need less."""
 
     peak: float
     """Forward and backward pass."""
@@ -170,17 +167,13 @@ def _passes(module: nn.Module, inputs: Nest, rows: int, precision: Precision, on
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
         chunk = fake_rows(inputs, rows)
-        first = LiveBytes()
-        with torch.no_grad(), first, _running(precision, on_cpu):
-            features = _features(encoder, chunk, rows)
-        width, held = features.shape[1], features.nbytes
-        if not on_cpu and isinstance(module, Tower | LockedTowerHead):
-            held = 4 * features.numel()  # autocast of GPUs normalises in fp32
-        del features
         both = LiveBytes(HOLE_SHARE)
         with both, _running(precision, on_cpu):
             features = _features(encoder, chunk, rows)
-            saved, forward = both.now, _work(both)
+            encode_peak, forward = both.peak, _work(both)
+            width, held = features.shape[1], features.nbytes
+            if not on_cpu and isinstance(module, Tower | LockedTowerHead):
+                held = 4 * features.numel()  # autocast of GPUs normalises in fp32
             if features.requires_grad:
                 torch.autograd.backward(features, torch.empty_like(features))
             del features
@@ -188,8 +181,7 @@ def _passes(module: nn.Module, inputs: Nest, rows: int, precision: Precision, on
     work = _work(both)
     return PassCost(
         rows=rows,
-        encode_peak=first.peak,
-        saved=saved,
+        encode_peak=encode_peak,
         peak=both.peak,
         unreused=max(0.0, both.peak_with_holes - both.peak),
         input_bytes=sum(x.nbytes for x in tensors_of(chunk)),

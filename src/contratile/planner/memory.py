@@ -127,9 +127,11 @@ def _model_terms(work: Workload) -> Sequence[Term]:
 def _chunk_terms(work: Workload, devices: Devices) -> Sequence[Term]:
     chunks = {id(cost): cost.at(min(work.chunk, rows)) for cost, rows in work.rows}
     largest = max(chunks.values(), key=lambda one: one.peak)
-    first = max(max(one.encode_peak, one.saved) for one in chunks.values())
+    first = max(one.encode_peak for one in chunks.values())
     counted = f"forward and backward of {work.chunk:,} rows, operator by operator on fake tensors"
-    if devices.on_cpu:
+    if devices.on_cpu and not devices.keeps_freed:
+        lost, why = 0.0, ""
+    elif devices.on_cpu:
         others = [one.peak for one in chunks.values() if one is not largest]
         lost = max(largest.unreused, *others, 0.0)
         why = "blocks of one encoder, kept by the allocator" if others else "holes between saved tensors"
@@ -139,7 +141,7 @@ def _chunk_terms(work: Workload, devices: Devices) -> Sequence[Term]:
     if work.measured is not None:
         held, lost = work.measured(held + lost), 0.0
         first, counted = first * held / largest.peak, "line through two small chunks that were run here"
-    kept = held + lost if devices.on_cpu else 0.0
+    kept = held + lost if devices.keeps_freed else 0.0
     return [
         Term(
             name="not given back",
@@ -227,12 +229,19 @@ def _loss_terms(work: Workload, devices: Devices) -> Sequence[Term]:
     if ranks > 1:
         carried, gathered = 2 * keys * block * itemsize, (0 if loss.views == 2 else 2 * keys * block * FP32)
         add("ring buffers", carried + gathered, "two visiting blocks of keys, two of their gradients on the way")
+        if over_nodes(work, devices):
+            add("buffers between nodes", carried + gathered, "as many, on their way to the next node")
     if itemsize < FP32:
         add("accumulators", 2 * block * FP32, "gradients of features in fp32 until they are complete")
     if loss.cache_bytes:
         kept = min(loss.cache_bytes, keys * rows * rows * ranks * FP32)
         add("kept scores", kept, "--cache-mib")
     return found
+
+
+def over_nodes(work: Workload, devices: Devices) -> bool:
+    """Whether the ring of the loss goes over nodes."""
+    return work.loss.ring != "flat" and devices.nodes > 1 and devices.per_node > 1
 
 
 def _peer_terms(work: Workload, loss: Peer) -> Sequence[Term]:

@@ -17,7 +17,7 @@ import torch
 
 from contratile.planner.devices import Devices
 from contratile.planner.encoder_cost import PassCost
-from contratile.planner.memory import FP32, input_bytes
+from contratile.planner.memory import FP32, input_bytes, over_nodes
 from contratile.planner.step_time import predict
 from contratile.planner.workload import Workload
 
@@ -160,10 +160,19 @@ def _transfers(work: Workload, devices: Devices, loss: float, backward: float) -
 
     if ranks > 1:
         block = work.loss.views * work.share * work.width * work.feature_itemsize
-        passes = 2 * ranks - 2 if work.loss.views == 2 else 3 * ranks - 2
-        sent = passes * block
-        behind = loss * (ranks - 1) / ranks  # the last hop has nothing to hide behind
-        add("ring", sent / slowest, behind, f"{sent / 1e9:.2f} GB sent over {slowest / 1e9:.0f} GB/s")
+        home = 0 if work.loss.views == 2 else 1  # gradients of keys travel too, and one hop further
+        links = [("ring", 2 * (ranks - 1) + home * ranks, ranks, slowest)]
+        if over_nodes(work, devices):
+            nodes = devices.nodes
+            links = [
+                ("ring", 2 * (ranks - nodes) + home * ranks, ranks, devices.link),
+                ("ring between nodes", 2 * (nodes - 1) + home * nodes, nodes, devices.network),
+            ]
+        for name, blocks, hops, speed in links:
+            bytes_ = blocks * block
+            sent += bytes_
+            behind = loss * (hops - 1) / hops  # the last hop has nothing to hide behind
+            add(name, bytes_ / speed, behind, f"{bytes_ / 1e9:.2f} GB sent over {speed / 1e9:.0f} GB/s")
         weights = sum(x.trained_bytes for x in work.encoders)
         chunks = -(-work.share // work.chunk)
         if work.fsdp:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from contratile.planner.encoder_cost import EncoderCost, Precision, fake_module, fake_tensors
 from contratile.planner.live_bytes import LiveBytes
+from contratile.ring.nodes import RingKind
 
 Offload = Literal["none", "host", "disk"]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -49,6 +50,9 @@ class LossFacts:
 
     dense: bool = False
     """All scores are held at once."""
+
+    ring: RingKind = "auto"
+    """How blocks travel between ranks; auto: over nodes if there are several with more than one device each."""
 
 
 @dataclass(frozen=True, kw_only=True)

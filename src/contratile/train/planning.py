@@ -104,6 +104,7 @@ def loss_facts(config: TrainConfig, negatives: int) -> LossFacts:
         shared_negatives=loss.hard_negatives == "all",
         cache_bytes=loss.cache_mib << 20,
         dense=loss.backend == "dense",
+        ring=loss.ring,
     )
 
 
