@@ -87,6 +87,14 @@ def test_open_clip_bias_that_is_a_number() -> None:
     same(open_clip.ClipLoss()(image, text, scale, -3.0), ClipLoss()(image, text, scale, -3.0), image, text, scale)
 
 
+def test_open_clips_chunk_size_changes_nothing() -> None:
+    image, text = features(8, 4, seed=1), features(8, 4, seed=2)
+    whole = open_clip.SigLipLoss()(image, text, 10.0, -4.0)
+    assert open_clip.SigLipLoss(chunk_size=3)(image, text, 10.0, -4.0) == whole
+    with pytest.raises(ValueError, match="chunk_size: expected"):
+        open_clip.SigLipLoss(chunk_size=-1)
+
+
 def test_open_clip_towers_of_different_dtype() -> None:
     image, text, scale, _ = leaves()
     loss = open_clip.ClipLoss()(image.bfloat16(), text, scale)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contratile.errors import bad_value, check_choice
+from contratile.errors import bad_value, check_choice, check_count
 from contratile.integrations.attributes import CheckedModule
 from contratile.losses.functional import clip_loss, siglip_loss
 from contratile.ring.team import Team
@@ -111,9 +111,10 @@ class SigLipLoss(CheckedModule):
         rank: Has no effect.
         world_size: Size of the process group; 1 uses this process alone.
         dist_impl: "bidir", "shift", "reduce" or "gather"; all use the same ring here.
+        chunk_size: Has no effect: open_clip 4.2 computes its scores in such parts, tiles are never larger here.
 
     Raises:
-        ValueError: `dist_impl` is unknown, or `world_size` is not the size of the process group.
+        ValueError: `dist_impl` is unknown, `chunk_size` is no number of rows, or `world_size` is not the size of the process group.
 
     Examples:
         >>> import torch
@@ -123,17 +124,25 @@ class SigLipLoss(CheckedModule):
     """
 
     def __init__(
-        self, cache_labels: bool = False, rank: int = 0, world_size: int = 1, dist_impl: str | None = None
+        self,
+        cache_labels: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        dist_impl: str | None = None,
+        chunk_size: int | None = None,
     ) -> None:
         super().__init__()
         self.cache_labels = cache_labels
         self.rank = rank
         self.world_size = world_size
         self.dist_impl = dist_impl or "bidir"
+        self.chunk_size = chunk_size
 
     def check_option(self, name: str, value: Any) -> Any:
         if name == "dist_impl":
             check_choice(name, value, DIST_IMPL)
+        if name == "chunk_size" and value is not None:
+            check_count(name, value, least=0)
         return value
 
     def forward(
