@@ -114,7 +114,8 @@ class SigLipLoss(CheckedModule):
         chunk_size: Has no effect: open_clip 4.2 computes its scores in such parts, tiles are never larger here.
 
     Raises:
-        ValueError: `dist_impl` is unknown, `chunk_size` is no number of rows, or `world_size` is not the size of the process group.
+        ValueError: `dist_impl` is unknown, `chunk_size` is no number of rows, or `world_size` is not the size of the
+            process group.
 
     Examples:
         >>> import torch
