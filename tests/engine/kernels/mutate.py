@@ -206,8 +206,8 @@ MUTATIONS = [
     Mutation("positives of columns not compared", POSITIVES, "(back & (level > of_key))",
              "(back & (level > of_key) & False)",
              "one_side"),
-    Mutation("stale positives", HOST, "torch.mul(level, scores.alpha.abs(), out=pos)",
-             "torch.mul(level.roll(16), scores.alpha.abs(), out=pos)"),
+    Mutation("stale positives", HOST, "score_positives_(scores, pos.copy_(level))",
+             "score_positives_(scores, pos.copy_(level.roll(16)))"),
     # --- backward
     Mutation("far blocks not noticed", GRADIENT, "near = tl.max(tl.abs(above), 0) <= SPAN",
              "near = tl.max(above, 0) <= 1e38",

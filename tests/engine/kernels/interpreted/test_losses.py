@@ -76,8 +76,11 @@ def close(got: Tensor, true: Tensor, tolerance: float) -> None:
     assert error <= tolerance * max(1e-3, float(true.abs().max())), (error, float(true.abs().max()))
 
 
+SLOW = {"fp16": pytest.mark.slow}
+
+
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("kind", TOLERANCE)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=SLOW.get(kind, ())) for kind in TOLERANCE])
 def test_every_loss(kind: str, name: str) -> None:
     q, k = numbers(N, D, seed=1, kind=kind), numbers(N, D, seed=2, kind=kind)
     exact = run(lambda *x: LOSSES[name](*x, backend="dense", group=None), q, k, SCALE, dtype=torch.float64)
@@ -89,6 +92,7 @@ def test_every_loss(kind: str, name: str) -> None:
         close(grad, true, TOLERANCE[kind])
 
 
+@pytest.mark.slow  # both are held to fp64 in fast tests
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_same_as_the_torch_backend(name: str) -> None:
     q, k = numbers(N, D, seed=3, kind="ieee"), numbers(N, D, seed=4, kind="ieee")

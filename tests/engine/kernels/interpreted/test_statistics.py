@@ -59,7 +59,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "positives": {"ranks": True, "ties": True, "sums": "same", "same_id": "positive"},
 }
 IDS = ("positives", "training", "differ, both", "everything")
-MANY = [pytest.param(kind, marks=() if kind in ("bf16", "ieee") else pytest.mark.slow) for kind in KINDS]
+MANY = [pytest.param(kind, marks=() if kind == "ieee" else pytest.mark.slow) for kind in KINDS]
 
 
 @pytest.mark.parametrize("name", OPTIONS)
