@@ -254,14 +254,22 @@ class KernelCall:
 
     def careful(self, arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The arguments of the careful launches: log-sum-exps and other statistics apart, to keep registers free."""
-        other = [f"{side}_{name}" for side in ("row", "col") for name in ("higher", "equal", "sums", "counts")]
+        ranks, sums = (
+            [f"{side}_{name}" for side in ("row", "col") for name in names]
+            for names in (("higher", "equal"), ("sums", "counts"))
+        )
+        other = ranks + sums
         totals = [f"{side}_{name}" for side in ("row", "col") for name in ("level", "total")]
         config = careful_config(self.device.arch, self.forward, forward=True)
         arguments = arguments | {"CAREFUL": True, "RISING": True} | self._fold(config)
         arguments |= {"BLOCK_M": config.m, "BLOCK_D": config.d}
         yield arguments | dict.fromkeys(other) | {"SUMS": ""}
-        if any(arguments[name] is not None for name in other):
-            yield arguments | dict.fromkeys(totals) | {"cache": None}
+        rest = arguments | dict.fromkeys(totals) | {"cache": None}
+        if arguments["MORE"] and self.spec.ranks:  # masks of positives by id leave room for one of them
+            yield rest | dict.fromkeys(sums) | {"SUMS": ""}
+            rest |= dict.fromkeys(ranks)
+        if any(rest[name] is not None for name in other):
+            yield rest
 
     def gradients(self, config: Config, given: Given) -> dict[str, Any]:
         """The arguments of `gradient_tiles` that do not depend on how the work is cut."""
