@@ -1,7 +1,7 @@
 """Writes benchmarks/results/kernels.md: what each kernel of the launch table uses of each GPU, and what the paper's do.
 
     python -m tests.engine.kernels.resources            (make kernels)
-    python -m tests.engine.kernels.resources --targets 80 90 --out /tmp/kernels.md
+    python -m tests.engine.kernels.resources --targets 80 90 --out out/kernels.md
 
 Everything is read from ahead-of-time compilation; no GPU is needed, and nothing is timed.
 """
