@@ -13,9 +13,9 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -43,7 +43,7 @@ def measure(point: Point, sides: tuple[Side, Side], timed: bool) -> dict[str, An
     Memory is that of the process beyond what it had before it built anything, pages of libraries left out.
     """
     _warm_up()
-    ranks = _join(point.world)
+    _join(point.world)
     rates = cpu_rates() if timed else None
     plug_holes()
     restart_peak()
@@ -66,11 +66,6 @@ def measure(point: Point, sides: tuple[Side, Side], timed: bool) -> dict[str, An
         optimizer.step()
         seconds = time.perf_counter() - start
     peak = status_bytes("VmHWM") - status_bytes("RssFile") - before
-    if ranks is not None:
-        most = torch.tensor([float(peak), seconds])
-        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
-        peak, seconds = int(most[0]), float(most[1])
-        torch.distributed.destroy_process_group()
     found: dict[str, Any] = {"peak": peak}
     if rates is not None:
         found |= {"seconds": seconds, "flops": rates.flops["fp32"], "bandwidth": rates.bandwidth}
@@ -89,13 +84,12 @@ def _warm_up() -> None:
     cache.step(torch.randn(64, 64), torch.randn(64, 64), logit_scale=10.0)
 
 
-def _join(world: int) -> int | None:
+def _join(world: int) -> None:
     if world == 1:
-        return None
+        return
     rank = int(os.environ["RANK"])
     store = f"file://{os.environ['CONTRATILE_STORE']}"
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
-    return rank
 
 
 def fit(sides: tuple[Side, Side]) -> dict[str, Any]:
@@ -118,32 +112,57 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
     sides = definition(point)  # imports what its models need
     with tempfile.TemporaryDirectory() as folder:
         os.environ["CONTRATILE_STORE"] = f"{folder}/store"
-        receive, send = os.pipe()
-        ranks = [_fork(rank, send, point, sides, calibrated, timed) for rank in range(point.world)]
-        os.close(send)
-        with os.fdopen(receive) as said:
-            text = said.read()
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
-    try:
-        found: dict[str, Any] = json.loads(text)
-    except ValueError:
-        return {"status": f"failed: process ended with code {next((code for code in codes if code), 0)}"}
-    return found
+        hold, release = os.pipe()
+        ranks = []
+        for rank in range(point.world):
+            ranks.append(_fork(rank, hold, release, lambda: fit(sides) if calibrated else measure(point, sides, timed)))
+        told = [rank.said() for rank in ranks]
+        os.close(release)
+        os.close(hold)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(rank.pid, 0)[1]) for rank in ranks]
+    found: list[dict[str, Any]] = []
+    for text in told:
+        try:
+            found.append(json.loads(text))
+        except ValueError:
+            return {"status": f"failed: process ended with code {next((code for code in codes if code), 0)}"}
+    return next((one for one in found if "status" in one), found[0] | _most(found))
 
 
-def _fork(rank: int, send: int, point: Point, sides: tuple[Side, Side], calibrated: bool, timed: bool) -> int:
+def _most(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The highest peak of all ranks, and the seconds of the slowest."""
+    return {key: max(one[key] for one in found) for key in ("peak", "seconds") if key in found[0]}
+
+
+class Rank(NamedTuple):
+    """A forked process."""
+
+    pid: int
+    answers: int
+
+    def said(self) -> str:
+        with os.fdopen(self.answers) as answers:
+            return answers.read()
+
+
+def _fork(rank: int, hold: int, release: int, work: Callable[[], dict[str, Any]]) -> Rank:
+    """Do some work in a process that ends once all are done: no rank loses its peers in the middle of a step."""
+    answers, send = os.pipe()
     pid = os.fork()
     if pid:
-        return pid
+        os.close(send)
+        return Rank(pid, answers)
+    os.close(release)
     os.environ["RANK"] = str(rank)
     try:
         with quiet():
-            found = fit(sides) if calibrated else measure(point, sides, timed)
+            found = work()
     except Exception as error:
         found = {"status": f"failed: {describe(error)}"}
-    if rank == 0:
-        os.write(send, json.dumps(found).encode())
-    os._exit(0)
+    os.write(send, json.dumps(found).encode())
+    os.close(send)
+    os.read(hold, 1)
+    os._exit(0)  # without destructors: that of a process group may wait for a thread that waits for Python's lock
 
 
 def main() -> None:
