@@ -173,6 +173,13 @@ def _key_bias(x: Inputs, spec: Spec, alpha: Tensor) -> Tensor | None:
     return None if x.key_bias is None else x.key_bias.to(alpha.dtype) / spec.unit
 
 
+def _hardness(alpha: Tensor, spec: Spec) -> Tensor | None:
+    """NaN for a negative scale, which losses refuse where they can read it: a row would not know its hard negatives."""
+    if not spec.hardness:
+        return None
+    return torch.where(alpha > 0, alpha + spec.hardness / spec.unit, torch.nan)
+
+
 def _resolved(spec: Spec, x: Inputs) -> Spec:
     if spec.precision is None and x.query.is_cpu and spec.backend != "triton":
         return spec  # a CPU has no choice
@@ -221,6 +228,7 @@ def _scores(
         key_classes=visitor.classes,
         folded=folded,
         col_bias=visitor.bias,
+        hardness=_hardness(alpha, spec),
     )
 
 

@@ -100,6 +100,10 @@ class Spec(NamedTuple):
     precision: str | None = None
     """None follows `torch.get_float32_matmul_precision()`. The passes read it: a compiler cannot trace that call."""
 
+    hardness: float = 0.0
+    """Rows read `hardness` times the product on top of the score of every pair but their labelled positive. It has no
+    gradient, nor has a column, a sum or a rank any of it. Log-sum-exps of two sets without a margin only."""
+
     @property
     def unit(self) -> float:
         """Nats per unit of the scores: log-sum-exps are computed in base 2."""

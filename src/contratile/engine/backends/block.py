@@ -51,6 +51,9 @@ class Scores(NamedTuple):
     folded: bool = True
     """Multiply alpha into the queries. Otherwise it is multiplied into each tile, after products were compared."""
 
+    hardness: Tensor | None = None
+    """0-d: the factor of the products that rows read instead of alpha, except at positives."""
+
     @property
     def key(self) -> Tensor:
         return self.q if self.k is None else self.k
