@@ -394,6 +394,12 @@ def info_nce(
         >>> query, key = torch.randn(100, 16), torch.randn(300, 16)
         >>> ct.info_nce(query, key, 0.5, labels=torch.arange(100) + 200, reduction="none").shape
         torch.Size([100])
+
+        GTE's loss of pairs, with LLaVE's weights:
+
+        >>> four = "query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"
+        >>> harder = {"hardness_mode": "in_batch_negatives", "hardness_strength": 9.0}
+        >>> loss = ct.info_nce(query, key[:100], 20.0, directions=four, **harder)
     """
     more = Directions(directions, partition_mode, hardness_mode, hardness_strength, share_hard_negatives)
     options = PairOptions(
