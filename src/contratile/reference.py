@@ -4,7 +4,8 @@ This file defines what correct means. It is plain PyTorch, differentiable, works
 and knows nothing of tiles or process groups. `backend="dense"` runs its `pair_stats`.
 """
 
-from typing import Literal, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -177,6 +178,35 @@ def cross_entropies(
     mean = (scores * count).sum(1) / count.sum(1)
     pos = (scores * is_pos).sum(1) / is_pos.sum(1)
     return lse - (1 - label_smoothing) * pos - label_smoothing * mean
+
+
+def prefix(x: Tensor, dim: int, normalize: bool) -> Tensor:
+    """The first features of each row, divided by their norm."""
+    x = x[..., :dim]
+    return F.normalize(x, dim=-1) if normalize else x
+
+
+def matryoshka(
+    loss: Callable[..., Tensor],
+    left: Tensor,
+    right: Tensor,
+    *arguments: Tensor | float,
+    matryoshka_dims: Sequence[int],
+    matryoshka_weights: Sequence[float] | None = None,
+    matryoshka_normalize: bool = True,
+    **options: Any,
+) -> Tensor:
+    """A loss summed over dimensions: of the truncated rows of both sides, extra keys and hard negatives."""
+    total = left.new_zeros(())
+    for dim, weight in zip(matryoshka_dims, matryoshka_weights or [1.0] * len(matryoshka_dims), strict=True):
+        left_m, right_m = (prefix(x, dim, matryoshka_normalize) for x in (left, right))
+        more = {
+            name: prefix(x, dim, matryoshka_normalize)
+            for name, x in options.items()
+            if name in ("extra_keys", "hard_negatives") and x is not None
+        }
+        total = total + weight * loss(left_m, right_m, *arguments, **{**options, **more})
+    return total
 
 
 def clip_loss(
