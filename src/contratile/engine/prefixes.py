@@ -48,8 +48,8 @@ class Prefixes(NamedTuple):
         return cls(blocks_of(dims), row, col)
 
     @property
-    def several(self) -> bool:
-        """Whether scores and products are different tiles."""
+    def asked(self) -> bool:
+        """Whether there are prefixes, so that scores and products are different tiles."""
         return self.blocks != (None,)
 
     def factor(self, at: int, tile: Tile, out: Tensor) -> Tensor | None:

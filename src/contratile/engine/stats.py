@@ -107,9 +107,7 @@ class SideParts(NamedTuple):
 
     @classmethod
     def stacked(cls, parts: Sequence[SideParts]) -> SideParts:
-        """Those of several prefixes as one, with a last axis for them. Those of one are left as they are."""
-        if len(parts) == 1:
-            return parts[0]
+        """Those of several prefixes as one, with a last axis for them."""
         if not all(part.level is not None and part.level.dim() == 0 for part in parts):
             parts = [part.spread() for part in parts]
         stacked = [

@@ -98,7 +98,7 @@ class Given(NamedTuple):
 
     def by_prefix(self, prefixes: Prefixes) -> list[Given]:
         """One for each prefix; itself if there is one, of all features."""
-        if not prefixes.several:
+        if not prefixes.asked:
             return [self]
         return [
             Given(

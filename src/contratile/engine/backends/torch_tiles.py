@@ -41,8 +41,8 @@ def forward(scores: Scores, spec: Spec, pos: Tensor | None) -> tuple[SideParts, 
     """Compute every tile and let the readers reduce it; write each row's positive score to `pos`."""
     plan, rule, prefixes = scores.plan, scores.rule, scores.prefixes
     readers, ranks = [_reader(scores, spec) for _ in prefixes.blocks], _rank_reader(scores, spec)
-    of_prefix = [pos] * len(readers) if pos is None or not prefixes.several else pos.unbind(1)
-    ws = Workspace(plan, scores.q, scores.key, tiles=3 if prefixes.several else 2)
+    of_prefix = [pos] * len(readers) if pos is None or not prefixes.asked else pos.unbind(1)
+    ws = Workspace(plan, scores.q, scores.key, tiles=3 if prefixes.asked else 2)
     for block, tiles in plan.blocks():
         q_RD = ws.query(scores.q, block, scores.query_factor)
         for tile in tiles:
@@ -52,7 +52,7 @@ def forward(scores: Scores, spec: Spec, pos: Tensor | None) -> tuple[SideParts, 
             for at, (reader, known) in enumerate(zip(readers, of_prefix, strict=True)):
                 products(scores, q_RD, k_CD, tile, p_RC, spare_RC, at)
                 s_RC = p_RC
-                if prefixes.several:
+                if prefixes.asked:
                     s_RC = _times_factor(p_RC, prefixes.factor(at, tile, spare_RC), out=ws.tile(2, tile))
                 if not spec.compares:
                     score_(scores, s_RC, tile)
@@ -64,7 +64,8 @@ def forward(scores: Scores, spec: Spec, pos: Tensor | None) -> tuple[SideParts, 
                 if spec.compares and not spec.filters:
                     score_(scores, s_RC, tile)
                 reader.read(s_RC, spare_RC, tile)
-    rows, cols = map(SideParts.stacked, zip(*(reader.parts() for reader in readers), strict=True))
+    parts = [reader.parts() for reader in readers]
+    rows, cols = map(SideParts.stacked, zip(*parts, strict=True)) if prefixes.asked else parts[0]
     if ranks is not None:
         row_ranks, col_ranks = ranks.parts()
         rows = rows._replace(higher=row_ranks.higher, equal=row_ranks.equal)
@@ -187,12 +188,12 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
     weights = [_weights(scores, spec, x) for x in given.by_prefix(prefixes)]
     assert dk is None or dk.dtype == alpha.dtype, "key gradients accumulate over row blocks, in full precision"
     # sum(g * s) = <alpha q, g k>, so dalpha is free with a query gradient; without one the scores must be kept.
-    of_query = dq is not None or (dalpha is not None and prefixes.several)
+    of_query = dq is not None or (dalpha is not None and prefixes.asked)
     keep_scores = dalpha is not None and not of_query
     # Scores are kept without biases, which would round them.
     apart = keep_scores and not spec.filters and not (scores.bias is None and scores.col_bias is None)
     ws = Workspace(
-        plan, scores.q, scores.key, tiles=(3 if keep_scores else 2) if not prefixes.several else 3 + len(weights)
+        plan, scores.q, scores.key, tiles=(3 if keep_scores else 2) if not prefixes.asked else 3 + len(weights)
     )
     # One row block whose gradient is written once needs no buffer. Several do: BLAS rounds by alignment in memory.
     direct = dq if once and dq is not None and dq.dtype == alpha.dtype and plan.rows >= plan.n else None
@@ -209,12 +210,12 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
             k_CD = ws.key(scores.key, tile.cols)
             spare_RC, factor_RC = ws.tile(1, tile), None
             for prefix, weigher in enumerate(weights):
-                g_RC = ws.tile(3 + prefix if prefixes.several else 0, tile)
+                g_RC = ws.tile(3 + prefix if prefixes.asked else 0, tile)
                 s_RC = None if apart else _cached(scores, tile)
                 if s_RC is None:
                     s_RC = p_RC = ws.tile(2, tile) if keep_scores else ws.tile(0, tile)
                     products(scores, plain_RD, k_CD, tile, p_RC, spare_RC, prefix)
-                    if prefixes.several:
+                    if prefixes.asked:
                         factor_RC = prefixes.factor(prefix, tile, ws.tile(2, tile))
                         s_RC = _times_factor(p_RC, factor_RC, out=g_RC)
                     if not spec.filters:
@@ -230,7 +231,7 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
                 if factor_RC is not None:
                     _add_norm_sums(g_RC.mul_(factor_RC), p_RC, spare_RC, tile, prefix, into)
             for prefix in reversed(range(len(weights))):
-                g_RC, block_D = ws.tile(3 + prefix if prefixes.several else 0, tile), prefixes.blocks[prefix]
+                g_RC, block_D = ws.tile(3 + prefix if prefixes.asked else 0, tile), prefixes.blocks[prefix]
                 if prefix + 1 < len(weights):
                     g_RC.add_(ws.tile(4 + prefix, tile))
                 if of_query:  # the first product writes, the others add
