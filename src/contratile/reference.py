@@ -213,22 +213,21 @@ def with_dims(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @wraps(loss)
     def call(
-        left: Tensor,
-        right: Tensor,
-        *arguments: Tensor | float,
+        *arguments: Any,
         matryoshka_dims: Sequence[int] | None = None,
         matryoshka_weights: Sequence[float] | None = None,
         matryoshka_normalize: bool = True,
         **options: Any,
     ) -> Tensor:
         if matryoshka_dims is None:
-            return loss(left, right, *arguments, **options)
+            return loss(*arguments, **options)
+        left, right, *numbers = arguments
         total = left.new_zeros(())
         for dim, weight in zip(matryoshka_dims, matryoshka_weights or [1.0] * len(matryoshka_dims), strict=True):
             cut = {name: options[name] for name in ("extra_keys", "hard_negatives") if options.get(name) is not None}
             cut = {name: prefix(x, dim, matryoshka_normalize) for name, x in cut.items()}
             sides = (prefix(x, dim, matryoshka_normalize) for x in (left, right))
-            total = total + weight * loss(*sides, *arguments, **{**options, **cut})
+            total = total + weight * loss(*sides, *numbers, **{**options, **cut})
         return total
 
     return call
