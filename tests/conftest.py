@@ -1,6 +1,7 @@
 """Settings of all tests: one thread per process, no network, which tests share a worker, and the end of the ranks."""
 
 import functools
+import gc
 import os
 import re
 import tempfile
@@ -50,6 +51,12 @@ def group_of(file: str) -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {group: place for place, group in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(group_of(item.nodeid.split("::")[0]), len(LONGEST)))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: full collections, which many tests ask for, need not walk through all of it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
