@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: full collections, which many tests ask for, need not walk through all of it each time."""
+    """What was imported stays: full collections, which many tests ask for, need not walk through all of it."""
     gc.collect()
     gc.freeze()
 

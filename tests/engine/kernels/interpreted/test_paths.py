@@ -3,6 +3,7 @@
 from tests.engine.kernels.interpreted.battery import (  # isort: skip  # first: it sets the mode of Triton
     Paths,
     dense,
+    half,
     in_kernels,
     judge,
     judge_counts,
@@ -136,8 +137,7 @@ SOME = ["a huge row", "a huge row in the last tile", "a huge column", "a low row
 ALL = ["scale 100, some against the others", "long features"]
 
 
-@pytest.mark.parametrize("options", [{}, {"ranks": True, "sums": "all"}], ids=["plain", "statistics"])
-@pytest.mark.parametrize("name", SOME + ALL)
+@pytest.mark.parametrize(("name", "options"), half(SOME + ALL, [{}, {"ranks": True, "sums": "all"}]))
 def test_programs_out_of_range(name: str, options: dict[str, Any]) -> None:
     q, k, scale = unusual(name)
     paths = examined(q, k, scale, **options)

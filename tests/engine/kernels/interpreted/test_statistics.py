@@ -6,6 +6,7 @@ from tests.engine.kernels.interpreted.battery import (  # isort: skip  # first: 
     close_positives,
     colliding_ids,
     counting_in_kernels,
+    half,
     judge_counts,
     numbers,
     positives,
@@ -178,10 +179,9 @@ def whole(n: int, seed: int) -> Tensor:
     return torch.randint(-1, 3, (n, 6), generator=torch.Generator().manual_seed(seed)).float()
 
 
-@pytest.mark.parametrize("scale", [0.5, -0.5])
-@pytest.mark.parametrize("spread", [False, True], ids=["near", "anywhere"])
-@pytest.mark.parametrize("ties", [False, True], ids=["ranks", "ties"])
-@pytest.mark.parametrize("kind", ["bf16", "ieee"])
+@pytest.mark.parametrize(
+    ("kind", "ties", "spread", "scale"), half(["bf16", "ieee"], [False, True], [False, True], [0.5, -0.5])
+)
 def test_exact_ties(kind: str, ties: bool, spread: bool, scale: float) -> None:
     """The same counts as the oracle and as the torch backend."""
     q, k = (whole(n, seed).to(torch.bfloat16 if kind == "bf16" else torch.float32) for n, seed in ((N, 1), (M, 2)))
@@ -237,9 +237,10 @@ def test_one_excluded_pair_is_found(place: tuple[int, int]) -> None:
 # --- kept scores --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["bf16", "ieee"])
-@pytest.mark.parametrize("name", ["plain", "training", "classes, ranks and margin", "everything"])
-@pytest.mark.parametrize("rows", [16, 40, N], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "name", "kind"),
+    half([16, 40, N], ["plain", "training", "classes, ranks and margin", "everything"], ["bf16", "ieee"]),
+)
 def test_kept_scores_change_nothing(rows: int, name: str, kind: str) -> None:
     """To the last bit."""
     q, k = numbers(N, D, seed=1, kind=kind), numbers(M, D, seed=2, kind=kind)
