@@ -30,13 +30,17 @@ os.environ["CONTRATILE_CACHE"] = _CACHE.name
 LONGEST = (
     "ranks",
     "tests/engine/kernels/test_interpreted.py",
-    "tests/train/test_loop.py",
     "tests/test_project.py",
-    "tests/bench/test_loss.py",
-    "tests/train/test_launch.py",
-    "tests/losses/test_memory.py",
-    "tests/losses/test_family.py",
+    "tests/train/test_loop.py",
     "tests/grad_cache/test_memory.py",
+    "tests/bench/test_loss.py",
+    "tests/train/test_clip_benchmark.py",
+    "tests/bench/test_data.py",
+    "tests/train/test_launch.py",
+    "tests/train/test_export.py",
+    "tests/losses/test_memory.py",
+    "tests/bench/test_cache.py",
+    "tests/losses/test_family.py",
 )
 """Groups that start first, so that no worker is left with one of them at the end."""
 
