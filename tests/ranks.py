@@ -131,7 +131,7 @@ class Pool:
         awaited = set(range(len(self.pipes)) if ranks is None else ranks)
         while awaited - found.keys() and time.monotonic() - start < limit:
             waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in found}
-            for rank in map(waiting.__getitem__, wait(list(waiting), timeout=1.0)):  # type: ignore[arg-type]
+            for rank in map(waiting.__getitem__, wait(list(waiting), timeout=1.0)):
                 try:
                     found[rank] = self.pipes[rank].recv()
                 except EOFError:
