@@ -40,8 +40,7 @@ def examined(q: Tensor, k: Tensor, scale: Tensor, **options: Any) -> Paths:
     return paths
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp16", "ieee"])
-@pytest.mark.parametrize("scale", [1.0, 14.3, -20.0, 0.0])
+@pytest.mark.parametrize(("scale", "kind"), half([1.0, 14.3, -20.0, 0.0], ["bf16", "fp16", "ieee"]))
 def test_ordinary_tiles_are_fast(scale: float, kind: str) -> None:
     q, k = pair(kind)
     with watched() as paths:

@@ -111,8 +111,7 @@ def test_one_set(kind: str, name: str) -> None:
     assert paths.fast >= 4 and paths.gradient_fast >= 4
 
 
-@pytest.mark.parametrize("scale", [-6.0, 0.0])
-@pytest.mark.parametrize("name", ["ranks", "ties", "margin", "everything"])
+@pytest.mark.parametrize(("name", "scale"), half(["ranks", "margin", "ties", "everything"], [-6.0, 0.0]))
 def test_scales_that_turn_the_order(name: str, scale: float) -> None:
     q, k = numbers(N, D, seed=1, kind="ieee"), numbers(M, D, seed=2, kind="ieee")
     judge_counts(rule_of(N, M), q, k, torch.tensor(scale), kind="ieee", **OPTIONS[name])
@@ -145,11 +144,10 @@ def test_ragged_shapes(shape: tuple[int, int]) -> None:
 SHAPED = [Config(64, 32, 16, 4, 2), Config(128, 32, 16, 8, 2), Config(64, 16, 32, 4, 2), Config(32, 64, 16, 4, 2)]
 
 
-@pytest.mark.parametrize("config", SHAPED, ids=str)
+@pytest.mark.parametrize(("name", "config"), half(["training", "everything", "equal"], SHAPED))
 @pytest.mark.parametrize(
     "kind", ["fp16", pytest.param("bf16", marks=pytest.mark.slow), pytest.param("tf32", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("name", ["training", "everything", "equal"])
 def test_tiles_of_other_shapes(name: str, kind: str, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Careful tiles have 32 rows."""
     monkeypatch.setattr(triton_launch, "config_for", lambda *_, **__: config)
