@@ -6,6 +6,7 @@ and knows nothing of tiles or process groups. `backend="dense"` runs its `pair_s
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from inspect import signature
 from typing import Any, Literal, get_args
 
 import torch
@@ -210,25 +211,25 @@ def prefix(x: Tensor, dim: int, normalize: bool) -> Tensor:
 
 def with_dims(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Decorator: `matryoshka_dims` sums a loss over truncated rows of both sides, extra keys and hard negatives."""
+    names = list(signature(loss).parameters)
+    truncated = *names[:2], "extra_keys", "hard_negatives"
 
     @wraps(loss)
     def call(
-        left: Tensor,
-        right: Tensor,
-        *arguments: Tensor | float,
+        *arguments: Any,
         matryoshka_dims: Sequence[int] | None = None,
         matryoshka_weights: Sequence[float] | None = None,
         matryoshka_normalize: bool = True,
         **options: Any,
     ) -> Tensor:
+        given = dict(zip(names, arguments, strict=False)) | options
         if matryoshka_dims is None:
-            return loss(left, right, *arguments, **options)
-        total = left.new_zeros(())
+            return loss(**given)
+        total = given[names[0]].new_zeros(())
         for dim, weight in zip(matryoshka_dims, matryoshka_weights or [1.0] * len(matryoshka_dims), strict=True):
-            cut = {name: options[name] for name in ("extra_keys", "hard_negatives") if options.get(name) is not None}
+            cut = {name: given[name] for name in truncated if given.get(name) is not None}
             cut = {name: prefix(x, dim, matryoshka_normalize) for name, x in cut.items()}
-            sides = (prefix(x, dim, matryoshka_normalize) for x in (left, right))
-            total = total + weight * loss(*sides, *arguments, **{**options, **cut})
+            total = total + weight * loss(**{**given, **cut})
         return total
 
     return call
