@@ -67,7 +67,8 @@ def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     """One trip round the ring. The cache, if asked for, is empty where nothing fits into it."""
     spec = _resolved(spec, x)
     alpha = _alpha(x.scale, spec, accumulation_dtype(x.query.dtype))
-    pos = None if x.labels is None else alpha.new_zeros(x.query.shape[0], *([len(spec.dims)] if spec.dims else []))
+    prefixes = [len(spec.prefixes)] if spec.prefixes else []
+    pos = None if x.labels is None else alpha.new_zeros(x.query.shape[0], *prefixes)
     factors = _factors(x, spec)
     items = cached_items(ring, x, spec)
     cache = reserve.take(sum(items), alpha) if spec.cache_bytes else None
@@ -119,7 +120,7 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
     full = x.stand_in is not None
     # dq accumulates in full precision over several blocks, both sides of a tile, or class sums. Otherwise each row is
     # written once.
-    once = alone and not symmetric and not spec.sums and not spec.dims
+    once = alone and not symmetric and not spec.sums and not spec.prefixes
     dtype = x.query.dtype if once and not full else alpha.dtype
     make = torch.empty if once and ring.sizes[0] else torch.zeros
     dq = make(x.query.shape, dtype=dtype, device=x.query.device) if wanted.query else None
@@ -172,8 +173,8 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
     of_keys = trip.home or KeyGrad(None)
     if of_keys.dbias is not None:
         of_keys = of_keys._replace(dbias=of_keys.dbias / number(spec.unit, of_keys.dbias))
-    add_norm_grads_(dq, x.query, spec.dims, factors.query, dnorm)
-    add_norm_grads_(of_keys.dk, x.keys, spec.dims, factors.key, of_keys.dnorm)
+    add_norm_grads_(dq, x.query, spec.prefixes, factors.query, dnorm)
+    add_norm_grads_(of_keys.dk, x.keys, spec.prefixes, factors.key, of_keys.dnorm)
     return InputGrads(
         query=dq if dq is None or full else dq.to(x.query.dtype),
         key=None if of_keys.dk is None else of_keys.dk.to(x.query.dtype),
@@ -193,11 +194,18 @@ class Factors(NamedTuple):
 def _factors(x: Inputs, spec: Spec) -> Factors:
     if not spec.normalize:
         return Factors()
-    return Factors(reciprocal_norms(x.query, spec.dims), reciprocal_norms(x.keys, spec.dims))
+    return Factors(reciprocal_norms(x.query, spec.prefixes), reciprocal_norms(x.keys, spec.prefixes))
 
 
 def _key_bias(x: Inputs, spec: Spec, alpha: Tensor) -> Tensor | None:
     return None if x.key_bias is None else x.key_bias.to(alpha.dtype) / spec.unit
+
+
+def _hardness(alpha: Tensor, spec: Spec) -> Tensor | None:
+    """NaN for a negative scale, which losses refuse where they can read it: a row would not know its hard negatives."""
+    if not spec.hardness:
+        return None
+    return torch.where(alpha > 0, alpha + spec.hardness / spec.unit, torch.nan)
 
 
 def _resolved(spec: Spec, x: Inputs) -> Spec:
@@ -249,7 +257,8 @@ def _scores(
         key_classes=visitor.classes,
         folded=folded,
         col_bias=visitor.bias,
-        prefixes=Prefixes.of(spec.dims, factor, visitor.factor),
+        prefixes=Prefixes.of(spec.prefixes, factor, visitor.factor),
+        hardness=_hardness(alpha, spec),
     )
 
 
@@ -282,10 +291,10 @@ def _plan(ring: Ring, source: int, x: Inputs, spec: Spec) -> TilePlan:
     # With `key=None` two ranks compute the same tiles, one of them transposed.
     flip = x.key is None and source < ring.team.rank
     # Tuned on one machine, so not for tiles that several ranks have to cut alike.
-    own = ring.team.size == 1 and x.key is not None and x.query.is_cpu and spec.tile is None and not spec.dims
+    own = ring.team.size == 1 and x.key is not None and x.query.is_cpu and spec.tile is None and not spec.prefixes
     shape = tuned.tiles(d, itemsize) if own else None
     more = {"tile": spec.tile, "itemsize": itemsize, "symmetric": symmetric, "shape": shape}
-    plan = make(*((m, n) if flip else (n, m)), d, **more, prefixes=max(1, len(spec.dims)))
+    plan = make(*((m, n) if flip else (n, m)), d, **more, prefixes=len(spec.prefixes) or 1)
     return plan.transposed() if flip else plan
 
 
