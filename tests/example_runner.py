@@ -2,7 +2,7 @@
 
     python -m tests.example_runner          # a line of standard input: ["examples/lightly_simclr.py", "200"]
 
-For each line it prints a line of JSON: the exit code and what the example printed.
+For each line it prints a line of JSON: the exit code, what the example printed, and what it said to standard error.
 """
 
 import json
@@ -20,22 +20,23 @@ from tests.torchvision_repair import repair_torchvision
 PACKAGES = ("contratile", "transformers", "sentence_transformers.trainer", "open_clip", "lightning", "accelerate")
 
 
-def run(words: list[str]) -> tuple[int, str]:
+def run(words: list[str]) -> tuple[int, str, str]:
     """Run a script in a fork, whose state nobody else sees."""
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as errors:
         pid = os.fork()
         if not pid:
-            _run_here(words, said.fileno())
+            _run_here(words, printed.fileno(), errors.fileno())
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        said.seek(0)
-        return code, said.read()
+        printed.seek(0)
+        errors.seek(0)
+        return code, printed.read(), errors.read()
 
 
-def _run_here(words: list[str], output: int) -> None:
+def _run_here(words: list[str], output: int, errors: int) -> None:
     code = 1
     try:
         os.dup2(output, 1)
-        os.dup2(output, 2)
+        os.dup2(errors, 2)
         sys.argv, sys.path[0] = words, str(Path(words[0]).parent)
         runpy.run_path(words[0], run_name="__main__")
         code = 0

@@ -59,9 +59,9 @@ def run_forked() -> Iterator[Callable[..., str]]:
 
         def ask(example: str, *options: str) -> str:
             print(json.dumps([f"examples/{example}.py", *options]), file=runner.stdin, flush=True)
-            code, said = json.loads(runner.stdout.readline())
-            assert code == 0, said
-            return str(said)
+            code, printed, errors = json.loads(runner.stdout.readline())
+            assert code == 0, printed + errors
+            return str(printed)
 
         yield ask
 
