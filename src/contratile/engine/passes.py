@@ -67,7 +67,11 @@ def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     """One trip round the ring. The cache, if asked for, is empty where nothing fits into it."""
     spec = _resolved(spec, x)
     alpha = _alpha(x.scale, spec, accumulation_dtype(x.query.dtype))
-    pos = None if x.labels is None else alpha.new_zeros(x.query.shape[0], *([len(spec.prefixes)] if spec.prefixes else ()))
+    pos = (
+        None
+        if x.labels is None
+        else alpha.new_zeros(x.query.shape[0], *([len(spec.prefixes)] if spec.prefixes else ()))
+    )
     factors = _factors(x, spec)
     items = cached_items(ring, x, spec)
     cache = reserve.take(sum(items), alpha) if spec.cache_bytes else None

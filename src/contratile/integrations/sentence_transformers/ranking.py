@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from typing import Any, Literal
 
@@ -59,6 +59,9 @@ class MultipleNegativesRankingLoss(CheckedModule):
         margin: Ignore negatives that score above positive - margin; None: use all.
         tile: Edge of the tiles; None: chosen automatically.
         cache_bytes: Memory for keeping tiles from forward to backward.
+        matryoshka_dims: Sum the loss over truncated, normalised embeddings in one pass: the same value and gradients as
+            `MatryoshkaLoss(model, loss, matryoshka_dims)` of the package, without its pass for each dimension.
+        matryoshka_weights: Their weights; 1 each by default.
 
     Raises:
         ValueError: An option is invalid or not supported.
@@ -87,6 +90,8 @@ class MultipleNegativesRankingLoss(CheckedModule):
         margin: float | None = None,
         tile: int | None = None,
         cache_bytes: int = 0,
+        matryoshka_dims: Sequence[int] | None = None,
+        matryoshka_weights: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
         if not scale > 0:
@@ -102,6 +107,8 @@ class MultipleNegativesRankingLoss(CheckedModule):
         self.margin = margin
         self.tile = tile
         self.cache_bytes = cache_bytes
+        self.matryoshka_dims = matryoshka_dims
+        self.matryoshka_weights = matryoshka_weights
 
         check_partition(self.directions, partition_mode)
 
@@ -155,7 +162,8 @@ class MultipleNegativesRankingLoss(CheckedModule):
         # At least fp32, as in the package: the norm of a 16-bit embedding may not fit into 16 bits.
         dtype = reduce(torch.promote_types, (x.dtype for x in embeddings), torch.float32)
         embeddings = [x.to(dtype) for x in embeddings]
-        if is_cosine(self.similarity_fct):  # checked in every call: a model may change its similarity
+        cosine = is_cosine(self.similarity_fct)  # checked in every call: a model may change its similarity
+        if cosine and self.matryoshka_dims is None:  # truncated embeddings are normalised by the loss
             embeddings = [F.normalize(x, dim=-1) for x in embeddings]
         query, positive, *negatives = embeddings
         loss = clip_loss if self.symmetric else info_nce
@@ -168,6 +176,8 @@ class MultipleNegativesRankingLoss(CheckedModule):
             group="auto" if self.gather_across_devices else None,
             tile=self.tile,
             cache_bytes=self.cache_bytes,
+            matryoshka_dims=self.matryoshka_dims,
+            matryoshka_weights=self.matryoshka_weights,
         )
 
     def get_config_dict(self) -> dict[str, Any]:
@@ -181,6 +191,8 @@ class MultipleNegativesRankingLoss(CheckedModule):
             "hardness_mode": self.hardness_mode,
             "hardness_strength": self.hardness_strength,
             "margin": self.margin,
+            "matryoshka_dims": self.matryoshka_dims,
+            "matryoshka_weights": self.matryoshka_weights,
         }
 
     @property
@@ -209,6 +221,8 @@ class MultipleNegativesSymmetricRankingLoss(MultipleNegativesRankingLoss):
         margin: float | None = None,
         tile: int | None = None,
         cache_bytes: int = 0,
+        matryoshka_dims: Sequence[int] | None = None,
+        matryoshka_weights: Sequence[float] | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -220,4 +234,6 @@ class MultipleNegativesSymmetricRankingLoss(MultipleNegativesRankingLoss):
             margin=margin,
             tile=tile,
             cache_bytes=cache_bytes,
+            matryoshka_dims=matryoshka_dims,
+            matryoshka_weights=matryoshka_weights,
         )
