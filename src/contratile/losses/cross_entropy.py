@@ -39,7 +39,7 @@ def cross_entropies(
     spec = spec._replace(same_id=options.same_id)
     nested = options.matryoshka
     if nested is not None:
-        query, key, spec = nested.truncated(query), nested.truncated(key), nested.spec(spec)
+        spec = nested.spec(spec)
     own, extra = _shared_cache(spec, rings)
     proxy = None
     if options.several_sources and spec.backend != "dense":
@@ -144,7 +144,7 @@ def _own_products(x: Inputs, hard: Tensor, mask: Tensor | None, options: PairOpt
     nested = options.matryoshka
     if nested is None:
         return own_products(x.query, hard, mask, x.stand_in)
-    return nested.own_products(x.query, nested.truncated(hard), mask, x.stand_in)
+    return nested.own_products(x.query, hard, mask, x.stand_in)
 
 
 def _tally(
@@ -181,10 +181,8 @@ def lse_above(level: Tensor, side: SideStats, *, floor: bool = True) -> Tensor:
 def _extra_keys(x: Inputs, stats: PairStats, options: PairOptions, spec: Spec, ring: Ring) -> Tally:
     assert stats.pos is not None
     given = options.extra_ids is not None
-    assert options.extra_keys is not None
-    nested = options.matryoshka
     more = x._replace(
-        key=options.extra_keys if nested is None else nested.truncated(options.extra_keys),
+        key=options.extra_keys,
         key_bias=options.extra_bias,
         labels=None,
         query_ids=x.query_ids if given else None,

@@ -344,9 +344,8 @@ class PairOptions(NamedTuple):
         names = "ids", "extra_keys", "extra_ids", "weights", "key_bias", "extra_bias"
         used = [name for name in names if getattr(self, name) is not None]
         values = self.same_id, self.in_batch_negatives, self.margin, self.label_smoothing, self.return_stats
-        if self.matryoshka is not None:
-            values = (*values, *self.matryoshka)
-        return " ".join([*used, *map(str, values)])
+        nested = () if self.matryoshka is None else self.matryoshka
+        return " ".join([*used, *map(str, (*values, *nested))])
 
 
 def check_weights(weights: Tensor, n: int, device: torch.device) -> None:

@@ -388,7 +388,8 @@ class Workspace:
     def query_grad(self, rows: slice) -> Tensor:
         """A buffer for the gradient of a block of queries."""
         if self._query_grad is None:
-            self._query_grad = torch.empty_like(self._query)
+            make = torch.empty_like if self._plan.prefixes == 0 else torch.zeros_like  # no prefix may have all features
+            self._query_grad = make(self._query)
         return part(self._query_grad, slice(0, rows.stop - rows.start))
 
     def key(self, k: Tensor, cols: slice) -> Tensor:
