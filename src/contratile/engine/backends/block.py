@@ -55,6 +55,9 @@ class Scores(NamedTuple):
     prefixes: Prefixes = Prefixes()
     """Which prefixes of the features have scores of their own; only all features, as a rule."""
 
+    hardness: Tensor | None = None
+    """0-d: the factor of the products that rows read instead of alpha, except at positives."""
+
     @property
     def key(self) -> Tensor:
         return self.q if self.k is None else self.k

@@ -47,6 +47,7 @@ def pair_stats(x: Inputs, spec: Spec) -> PairStats:
             differ=spec.sums == "differ",
             same_id=spec.same_id,
             without_labelled=spec.sums == "same",
+            hardness=spec.hardness,
         )
     row, col = (
         SideStats(

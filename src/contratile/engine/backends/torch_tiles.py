@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from contratile.engine.backends.block import Given, Gradients, Scores, SideGrad
+from contratile.engine.backends.torch_hardness import Hardness, HardReader, HardWeights
 from contratile.engine.backends.torch_reductions import (
     Beaten,
     Direction,
@@ -40,9 +41,9 @@ from contratile.engine.stats import SideParts, accumulation_dtype, lowest, part,
 def forward(scores: Scores, spec: Spec, pos: Tensor | None) -> tuple[SideParts, SideParts]:
     """Compute every tile and let the readers reduce it; write each row's positive score to `pos`."""
     plan, rule, prefixes = scores.plan, scores.rule, scores.prefixes
-    readers, ranks = [_reader(scores, spec) for _ in prefixes.blocks], _rank_reader(scores, spec)
+    ws = Workspace(plan, scores.q, scores.key, tiles=3 if prefixes.asked or scores.hardness is not None else 2)
+    readers, ranks = [_reader(scores, spec, ws) for _ in prefixes.blocks], _rank_reader(scores, spec)
     of_prefix = [pos] * len(readers) if pos is None or not prefixes.asked else pos.unbind(1)
-    ws = Workspace(plan, scores.q, scores.key, tiles=3 if prefixes.asked else 2)
     for block, tiles in plan.blocks():
         q_RD = ws.query(scores.q, block, scores.query_factor)
         for tile in tiles:
@@ -133,12 +134,14 @@ def as_tile(memory: Tensor, tile: Tile, plan: TilePlan) -> Tensor:
     return memory.view(cols, rows).t() if plan.flipped else memory.view(rows, cols)
 
 
-def _reader(scores: Scores, spec: Spec) -> Reader:
+def _reader(scores: Scores, spec: Spec, ws: Workspace) -> Reader:
     n, m, alpha, rule = scores.plan.n, scores.plan.m, scores.alpha, scores.rule
     if spec.reduce == "softplus":
         return SoftplusReader(rule, alpha.new_zeros(n), alpha.new_zeros(m) if spec.cols else None)
     row = Sums(n, alpha, _limit(scores.row_level, spec)) if spec.rows else None
     col = Sums(m, alpha, _limit(scores.col_level, spec)) if spec.cols else None
+    if scores.hardness is not None:
+        return HardReader(Hardness(scores, rule, scores.hardness), row, col, partial(ws.tile, 2))
     return LseReader(rule, row, col, partial(score_, scores))
 
 
@@ -287,7 +290,7 @@ def _left_out(scores: Scores, spec: Spec) -> LeftOut:
     """What sums leave out: the row itself where a set is compared with itself, and labelled positives."""
     rule = scores.rule
     if rule.exclude_self:
-        assert scores.k is None, "selves are left out of sums over one set"
+        assert len(scores.q) == len(scores.key), "a row's self is a row of the other side"
         each = torch.arange(len(scores.q), device=scores.q.device)
         return LeftOut(each, each)
     if spec.sums != "same" or rule.labels is None:
@@ -339,7 +342,8 @@ def _weights(scores: Scores, spec: Spec, given: Given) -> Weights:
         return SoftplusWeights(sums, col_sums, rule=rule, pos=pos, pos_grad=pos_grad)
     row, col = _direction(given.row, scores, spec), _direction(given.col, scores, spec)
     more = {"factor": alpha.abs() if spec.filters else None, "col_bias": scores.col_bias}
-    return LseWeights(row, col, rule=rule, pos=pos, pos_grad=pos_grad, mirrored=scores.k is None, **more)
+    both = LseWeights(row, col, rule=rule, pos=pos, pos_grad=pos_grad, mirrored=scores.k is None, **more)
+    return both if scores.hardness is None else HardWeights(Hardness(scores, rule, scores.hardness), both)
 
 
 def _direction(side: SideGrad | None, scores: Scores, spec: Spec) -> Direction | None:

@@ -47,6 +47,25 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "info_nce with biases and a margin": lambda q, k, s, **how: ct.info_nce(
         *(q, k, s), labels=(torch.arange(N) * 5) % N, key_bias=(k.to(s.dtype) ** 2).sum(1), margin=0.1, **how
     ),
+    "info_nce with hardness": lambda q, k, s, **how: ct.info_nce(
+        *(q, k, s),
+        key_bias=BIAS,
+        ids=IDS,
+        hard_negatives=HARD.bfloat16().to(q),
+        share_hard_negatives=True,
+        hardness_mode="in_batch_negatives",
+        hardness_strength=5.0,
+        cache_bytes=2 * N * N,
+        **how,
+    ),
+    "info_nce with hardness, two directions": lambda q, k, s, **how: ct.info_nce(
+        *(q, k, s),
+        extra_keys=EXTRA.bfloat16().to(q),
+        directions=("query_to_doc", "doc_to_query"),
+        hardness_mode="all_negatives",
+        hardness_strength=5.0,
+        **how,
+    ),
     "info_nce": lambda q, k, s, **how: ct.info_nce(q, k, s, labels=(torch.arange(N) * 5) % N, **how),
     "info_nce, several positives": lambda q, k, s, **how: ct.info_nce(
         *(q, k, s), labels=(torch.arange(N) * 5) % N, ids=(IDS, IDS), same_id="positive", **how
