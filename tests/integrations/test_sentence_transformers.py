@@ -218,7 +218,7 @@ def test_matryoshka_in_one_pass(theirs: ModuleType, name: str) -> None:
     for like in ("cos_sim", "dot_score"):
         found = []
         for package, options in ((losses, {"matryoshka_dims": dims, "matryoshka_weights": weights}), (theirs, {})):
-            model, texts = Words(), texts_of(2, 12)
+            model, texts = Words(), texts_of(2 if "Symmetric" in name else 3, 12)
             loss = getattr(package, name)(model, 3.0, similarity_fct=similarity(like), **options)
             step = loss if options else theirs.MatryoshkaLoss(model, loss, dims, weights)
             value = step(texts, None)

@@ -63,6 +63,12 @@ CASES: dict[str, Case] = {
         named(*KEYS_OF_MORE, "key_bias"),
         {"in_batch_negatives": False, "hard_mask": MASK},
     ),
+    "both ways": (
+        "info_nce",
+        [*PAIRS, number(2.0), MORE[1]],
+        named("hard_negatives"),
+        {"directions": ("query_to_doc", "doc_to_query"), "share_hard_negatives": True},
+    ),
     "sigmoid": ("siglip_loss", [*PAIRS, number(5.0), number(-2.0)], named(), {}),
     "sigmoid ids": ("siglip_loss", [*PAIRS, number(5.0), number(-2.0)], named(), {"ids": IDS, "same_id": "positive"}),
 }
@@ -248,6 +254,19 @@ def test_workspace_holds_the_tiles_of_all_dimensions(d: int) -> None:
 def test_what_is_refused(options: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         CLIP_LOSS(*PAIRS, 1.0, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"directions": ("query_to_doc", "query_to_query")},
+        {"directions": ("query_to_doc", "doc_to_doc")},
+        {"hardness_mode": "all_negatives", "hardness_strength": 1.0},
+    ],
+)
+def test_directions_and_hardness_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="matryoshka_dims and"):
+        ct.info_nce(*PAIRS, 1.0, matryoshka_dims=DIMS, **options)
 
 
 def test_kernels_do_not_cover_it() -> None:
