@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import contratile as ct
-from contratile.integrations import inf_cl, lightly, open_clip
-from contratile.integrations import listed_pairs
+from contratile.integrations import inf_cl, lightly, listed_pairs, open_clip
 from contratile.integrations import pytorch_metric_learning as pml
 from tests.helpers import features, labels_of, randn
 from tests.ranks import pool

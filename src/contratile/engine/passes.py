@@ -67,11 +67,8 @@ def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     """One trip round the ring. The cache, if asked for, is empty where nothing fits into it."""
     spec = _resolved(spec, x)
     alpha = _alpha(x.scale, spec, accumulation_dtype(x.query.dtype))
-    pos = (
-        None
-        if x.labels is None
-        else alpha.new_zeros(x.query.shape[0], *([len(spec.prefixes)] if spec.prefixes else ()))
-    )
+    prefixes = [len(spec.prefixes)] if spec.prefixes else []
+    pos = None if x.labels is None else alpha.new_zeros(x.query.shape[0], *prefixes)
     factors = _factors(x, spec)
     items = cached_items(ring, x, spec)
     cache = reserve.take(sum(items), alpha) if spec.cache_bytes else None
@@ -260,8 +257,8 @@ def _scores(
         key_classes=visitor.classes,
         folded=folded,
         col_bias=visitor.bias,
-        hardness=_hardness(alpha, spec),
         prefixes=Prefixes.of(spec.prefixes, factor, visitor.factor),
+        hardness=_hardness(alpha, spec),
     )
 
 
@@ -296,8 +293,15 @@ def _plan(ring: Ring, source: int, x: Inputs, spec: Spec) -> TilePlan:
     # Tuned on one machine, so not for tiles that several ranks have to cut alike.
     own = ring.team.size == 1 and x.key is not None and x.query.is_cpu and spec.tile is None and not spec.prefixes
     shape = tuned.tiles(d, itemsize) if own else None
-    more = {"tile": spec.tile, "itemsize": itemsize, "symmetric": symmetric, "shape": shape}
-    plan = make(*((m, n) if flip else (n, m)), d, **more, prefixes=len(spec.prefixes) or 1)
+    plan = make(
+        *((m, n) if flip else (n, m)),
+        d,
+        tile=spec.tile,
+        itemsize=itemsize,
+        symmetric=symmetric,
+        shape=shape,
+        prefixes=len(spec.prefixes),
+    )
     return plan.transposed() if flip else plan
 
 

@@ -100,15 +100,15 @@ class Spec(NamedTuple):
     precision: str | None = None
     """None follows `torch.get_float32_matmul_precision()`. The passes read it: a compiler cannot trace that call."""
 
-    hardness: float = 0.0
-    """Rows read `hardness` times the product on top of the score of every pair but their labelled positive. It has no
-    gradient, nor has a column, a sum or a rank any of it. Log-sum-exps of two sets without a margin only."""
-
     dims: tuple[int, ...] | None = None
-    """Ask for the scores of the first 64, 128, ... features, ascending up to all: statistics get an axis for them."""
+    """Ask for the scores of the first 64, 128, ... features, ascending: statistics get an axis for them."""
 
     normalize: bool = False
     """With `dims`: divide each truncated row by its norm."""
+
+    hardness: float = 0.0
+    """Rows read `hardness` times the product on top of the score of every pair but their labelled positive. It has no
+    gradient, nor has a column, a sum or a rank any of it. Log-sum-exps of two sets without a margin only."""
 
     @property
     def unit(self) -> float:

@@ -5,8 +5,8 @@
 
 Distances are cosines (the default: embeddings are normalised here) and dot products, reducers the default, the mean and
 the sum. `indices_tuple` of miners restricts the pairs, and the losses work inside the package's `SelfSupervisedLoss`
-and `CrossBatchMemory`. Other distances, reducers and regularizers raise an error, in the constructor or when they are set
-later. Labels are compared for equality: integers, floats or bools. Losses of 16-bit embeddings are fp32, where the
+and `CrossBatchMemory`. Other distances, reducers and regularizers raise an error, in the constructor or when they are
+set later. Labels are compared for equality: integers, floats or bools. Losses of 16-bit embeddings are fp32, where the
 package returns 16 bits.
 """
 
@@ -210,8 +210,8 @@ class NTXentLoss(_LabelLoss):
 
     Args:
         temperature: A number, or a tensor if it is learned.
-        **options: `distance` (cosines or dot products), `reducer` (the default, mean or sum); `embedding_regularizer` and
-            `collect_stats` only as the package's defaults.
+        **options: `distance` (cosines or dot products), `reducer` (the default, mean or sum); `collect_stats` and
+            `embedding_regularizer` only as the package's defaults.
 
     Raises:
         ValueError: An option is not supported.
@@ -251,8 +251,8 @@ class SupConLoss(_LabelLoss):
 
     Args:
         temperature: A number, or a tensor if it is learned.
-        **options: `distance` (cosines or dot products), `reducer` (the default, mean or sum); `embedding_regularizer` and
-            `collect_stats` only as the package's defaults.
+        **options: `distance` (cosines or dot products), `reducer` (the default, mean or sum); `collect_stats` and
+            `embedding_regularizer` only as the package's defaults.
 
     Raises:
         ValueError: An option is not supported.

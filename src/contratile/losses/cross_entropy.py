@@ -42,7 +42,7 @@ def cross_entropies(
     spec = spec._replace(same_id=options.same_id)
     nested = options.matryoshka
     if nested is not None:
-        query, key, spec = nested.truncated(query), nested.truncated(key), nested.spec(spec)
+        spec = nested.spec(spec)
     share = _shared_cache(spec, rings, options)
     proxy = None
     if options.several_sources and spec.backend != "dense":
@@ -156,7 +156,7 @@ def _own_products(x: Inputs, hard: Tensor, mask: Tensor | None, options: PairOpt
     nested = options.matryoshka
     if nested is None:
         return own_products(x.query, hard, mask, x.stand_in)
-    return nested.own_products(x.query, nested.truncated(hard), mask, x.stand_in)
+    return nested.own_products(x.query, hard, mask, x.stand_in)
 
 
 def _tally(
@@ -209,9 +209,9 @@ def _more_keys(
 ) -> Tally:
     """What queries read from keys that hold no positive. `exclude_self`: query i is not compared with key i."""
     assert stats.pos is not None
-    given, nested = ids is not None, options.matryoshka
+    given = ids is not None
     more = x._replace(
-        key=keys if nested is None else nested.truncated(keys),
+        key=keys,
         key_bias=bias,
         labels=None,
         query_ids=x.query_ids if given else None,

@@ -377,7 +377,7 @@ def info_nce(
         weights: [N] weights of the queries; the mean is sum(w * loss) / sum(w) over all ranks.
         matryoshka_dims: Sum the loss over the first 64, 128, ... features of every row, in one product: numbers in any
             order, with or without all features. Extra keys and hard negatives are truncated alike. Not with margin,
-            label_smoothing, same_id="positive", return_stats, cache_bytes, several directions or hardness.
+            label_smoothing, same_id="positive", return_stats, cache_bytes, further directions or hardness.
         matryoshka_weights: A weight for each of these losses; 1 each by default. The sum is not divided by them.
         matryoshka_normalize: Divide each truncated row by its norm, so that scores are cosines: with `matryoshka_dims`
             losses do normalise. False takes plain products.
@@ -433,9 +433,11 @@ def info_nce(
         *(ids, same_id, extra_keys, extra_ids, hard_negatives, hard_mask),
         *(margin, label_smoothing, weights, return_stats, in_batch_negatives),
         *(key_bias, extra_bias, hard_bias),
-        *(matryoshka_dims, matryoshka_weights, matryoshka_normalize),
         hard_ids=hard_ids,
         more=more,
+        matryoshka_dims=matryoshka_dims,
+        matryoshka_weights=matryoshka_weights,
+        matryoshka_normalize=matryoshka_normalize,
     )
     paired = labels is None
     spec = Spec(
@@ -782,7 +784,7 @@ def siglip_loss(
     query_ids, key_ids = options.pair_of_ids
     nested = options.matryoshka
     if nested is not None:
-        image, text, spec = nested.truncated(image), nested.truncated(text), nested.spec(spec)
+        spec = nested.spec(spec)
     x = Inputs(image, text, as_tensor(scale, image), shift, labels=labels, query_ids=query_ids, key_ids=key_ids)
     stats = pair_stats(rings.keys, x, spec)
     assert stats.row.total is not None

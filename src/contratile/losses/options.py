@@ -223,8 +223,8 @@ class PairOptions(NamedTuple):
             label_smoothing=self.label_smoothing,
             cache_bytes=spec.cache_bytes,
             same_id=self.several_positives and spec.reduce == "lse",
-            directions=self.more.several,
-            hardness_strength=self.more.hardness,
+            directions=bool(set(ONE_TYPE) & self.more.names),
+            hardness_mode=bool(self.more.hardness),
         )
         if self.weights is not None:
             check_weights(self.weights, len(query), query.device)
@@ -401,13 +401,12 @@ class PairOptions(NamedTuple):
         names = "ids", "extra_keys", "extra_ids", "weights", "key_bias", "extra_bias"
         used = [name for name in names if getattr(self, name) is not None]
         values = self.same_id, self.in_batch_negatives, self.margin, self.label_smoothing, self.return_stats
-        if self.matryoshka is not None:
-            values = (*values, *self.matryoshka)
         if self.more.share_hard_negatives and self.hard_negatives is not None:
             shared = "hard_ids" if self.hard_ids is not None else "", "hard_bias" if self.hard_bias is not None else ""
             used += [f"{self.hard_negatives.shape[1]} hard negatives", *shared]
         more = () if self.more == Directions() else self.more
-        return " ".join([*used, *map(str, (*values, *more))])
+        nested = () if self.matryoshka is None else self.matryoshka
+        return " ".join([*used, *map(str, (*values, *more, *nested))])
 
 
 def check_weights(weights: Tensor, n: int, device: torch.device) -> None:

@@ -114,9 +114,9 @@ class LossConfig:
             remedy = "Both are measured from one positive: drop them, or use --same-id exclude."
             expected = "no --margin and no --label-smoothing beside it"
             bad_value("same_id=positive", expected=expected, got="one of them", remedy=remedy)
+        self._check_matryoshka()
         if self.more != Directions():
             self._check_directions()
-        self._check_matryoshka()
 
     def _check_matryoshka(self) -> None:
         dims, weights = self.matryoshka_dims, self.matryoshka_weights
@@ -136,6 +136,8 @@ class LossConfig:
             ("--label-smoothing", self.label_smoothing),
             ("--cache-mib", self.cache_mib),
             ("--same-id positive", self.same_id == "positive" and self.loss != "siglip"),
+            ("--directions query_to_query or doc_to_doc", set(ONE_TYPE) & self.more.names),
+            ("--hardness-mode", self.more.hardness),
         ):
             if given:
                 remedy = "Drop one of the two."
@@ -151,7 +153,7 @@ class LossConfig:
             ("label_smoothing", bool(self.label_smoothing)),
             ("same_id=positive", self.same_id == "positive"),
             ("margin", self.margin is not None and bool(margin)),
-            ("matryoshka_dims", bool(self.matryoshka_dims)),
+            ("matryoshka_dims", bool(self.matryoshka_dims) and bool(margin)),
         ):
             if given and (self.more.several or self.more.hardness):
                 remedy = f"Drop {name}, or the directions beyond query_to_doc and the hardness."

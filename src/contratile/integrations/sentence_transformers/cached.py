@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -86,6 +86,8 @@ class CachedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
         lengths: Literal["auto", "off"] | ByLength = "auto",
         keep_graphs: KeepGraphs = 0,
         memory_limit: int | None = None,
+        matryoshka_dims: Sequence[int] | None = None,
+        matryoshka_weights: Sequence[float] | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -100,6 +102,8 @@ class CachedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
             exclude_duplicates=exclude_duplicates,
             tile=tile,
             cache_bytes=cache_bytes,
+            matryoshka_dims=matryoshka_dims,
+            matryoshka_weights=matryoshka_weights,
         )
         check_count("mini_batch_size", mini_batch_size, least=1)
         if mini_batch_num_tokens is not None:
@@ -240,6 +244,8 @@ class CachedMultipleNegativesSymmetricRankingLoss(CachedMultipleNegativesRanking
         lengths: Literal["auto", "off"] | ByLength = "auto",
         keep_graphs: KeepGraphs = 0,
         memory_limit: int | None = None,
+        matryoshka_dims: Sequence[int] | None = None,
+        matryoshka_weights: Sequence[float] | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -259,6 +265,8 @@ class CachedMultipleNegativesSymmetricRankingLoss(CachedMultipleNegativesRanking
             lengths=lengths,
             keep_graphs=keep_graphs,
             memory_limit=memory_limit,
+            matryoshka_dims=matryoshka_dims,
+            matryoshka_weights=matryoshka_weights,
         )
 
 

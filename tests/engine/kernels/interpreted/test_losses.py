@@ -1,6 +1,6 @@
 """The public losses with `backend="triton"`: the same as fp64 and as the torch backend, on one rank and on two."""
 
-from tests.engine.kernels.interpreted.battery import numbers, to_tf32  # isort: skip  # first: it sets the mode of Triton
+from tests.engine.kernels.interpreted.battery import half, numbers, to_tf32  # isort: skip  # first: it sets the mode of Triton
 
 from collections.abc import Callable
 from typing import Any
@@ -95,11 +95,15 @@ def close(got: Tensor, true: Tensor, tolerance: float) -> None:
     assert error <= tolerance * max(1e-3, float(true.abs().max())), (error, float(true.abs().max()))
 
 
-SLOW = {"fp16": pytest.mark.slow}
+# Each loss in one kind of number, the most used one in all; all losses in all kinds in the slow tests.
+KINDS_OF_LOSSES = [
+    *half(["ieee", "bf16"], list(LOSSES)[1:]),
+    *(pytest.param("fp16", name, marks=pytest.mark.slow) for name in list(LOSSES)[1:]),
+    *(pytest.param(kind, "clip") for kind in TOLERANCE),
+]
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=SLOW.get(kind, ())) for kind in TOLERANCE])
+@pytest.mark.parametrize(("kind", "name"), KINDS_OF_LOSSES)
 def test_every_loss(kind: str, name: str) -> None:
     q, k = numbers(N, D, seed=1, kind=kind), numbers(N, D, seed=2, kind=kind)
     exact = run(lambda *x: LOSSES[name](*x, backend="dense", group=None), q, k, SCALE, dtype=torch.float64)
@@ -166,11 +170,12 @@ POSITIVE = ("nt_xent", "clip with ids and a margin")
 """Losses whose scale is positive."""
 
 
-@pytest.mark.parametrize(
-    ("name", "sign"), [(name, sign) for name in STATISTICS for sign in (1, -1) if sign > 0 or name not in POSITIVE]
-)
-@pytest.mark.parametrize("kind", ["ieee", "bf16"])
-def test_statistics(name: str, kind: str, sign: int) -> None:
+SIGNS = [(name, sign) for name in STATISTICS for sign in (1, -1) if sign > 0 or name not in POSITIVE]
+
+
+@pytest.mark.parametrize(("named", "kind"), half(SIGNS, ["ieee", "bf16"]))
+def test_statistics(named: tuple[str, int], kind: str) -> None:
+    name, sign = named
     q, k = numbers(N, D, seed=3, kind=kind), numbers(N, D, seed=4, kind=kind)
     scale = sign * SCALE
     with launches(order=1) as seen:
