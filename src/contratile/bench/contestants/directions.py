@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contratile.bench.contestants.loss import LossFunction, LossProblem
+from contratile.losses.directions import Direction
 
-FOUR = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+FOUR: tuple[Direction, ...] = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 PAIRS, TRIPLETS = 8, 16
 """Products of a step."""
 
