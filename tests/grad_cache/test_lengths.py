@@ -366,7 +366,7 @@ def test_compiled_encoders_see_few_lengths() -> None:
         shapes = seen_shapes(encoder)
         ct.GradCache(encoder, lambda z: ct.sup_con(z, torch.arange(100) % 4), 10, lengths=rule).step(batch)  # type: ignore[arg-type]
         assert {width for rows, width in shapes if rows == 10} == want
-        assert {rows for rows, _ in shapes} == {10, 8}, "8 are compared; chunks of other sizes would be compiled as well"
+        assert {rows for rows, _ in shapes} == {10, 8}, "8 are compared; other sizes would be compiled too"
 
 
 def test_a_budget_of_tokens_without_lengths() -> None:

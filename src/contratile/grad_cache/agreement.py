@@ -32,8 +32,8 @@ _CLOSE_TF32 = 2e-3
 def disagreement(side: EncoderSide, pool: Pool, *, always: bool = False) -> str | None:
     """What differs between features of rows with and without padding; "" if nothing does.
 
-    None if no row has padding, or none of them finite features, so that nothing can be compared. `always`: encode some rows nevertheless, because ranks
-    that have padding wait for this one.
+    None if no row has padding, or none of them has finite features, so that nothing can be compared. `always`: encode
+    some rows nevertheless, because ranks that have padding wait for this one.
     """
     rows = torch.argsort(pool.lengths, stable=True)[:ROWS]
     padded = rows[pool.lengths[rows] < pool.width]

@@ -24,9 +24,9 @@ from contratile.grad_cache.rows import Rows
 
 POWERS = tuple(2**n for n in range(3, 20))
 OVERHEAD_CPU, OVERHEAD_ACCELERATOR = 64, 1024
-"""Tokens that take as long as the fixed costs of a chunk. Measured on a CPU: 26 for a transformer of 6 layers and width 384 and
-60 for 4 layers of width 128 on one thread, twice as many on two. On an accelerator that many tokens take about as long
-as launching the kernels of a small transformer (not measured)."""
+"""Tokens that take as long as the fixed costs of a chunk. Measured on one thread of a CPU: 26 for a transformer of 6
+layers and width 384, 60 for 4 layers of width 128; more threads shorten the tokens only. On an accelerator: an estimate
+for launching the kernels of a small transformer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class ByLength:
     """Lengths that chunks may have, ascending. Empty: any. "auto": powers of two from 8 if the encoder is compiled by
     `torch.compile`, any otherwise."""
 
-    overhead: int | None | Literal["auto"] = "auto"
+    overhead: int | Literal["auto"] | None = "auto"
     """Tokens that take as long as what every chunk costs whatever its size (calls, kernel launches). A chunk has fewer
     rows than it may have where that saves more padding than a further chunk costs, so that real tokens, padding and
     overhead together are least. None: chunks are as large as they may be. "auto": 64 on a CPU, as measured; 1,024 on an

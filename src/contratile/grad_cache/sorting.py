@@ -14,7 +14,16 @@ from contratile.errors import check_choice
 from contratile.grad_cache.agreement import disagreement
 from contratile.grad_cache.chunks import Encoder, Nest
 from contratile.grad_cache.encoded import EncoderSide
-from contratile.grad_cache.lengths import OVERHEAD_ACCELERATOR, OVERHEAD_CPU, POWERS, ByLength, Pool, can_join, check_named, has_lengths
+from contratile.grad_cache.lengths import (
+    OVERHEAD_ACCELERATOR,
+    OVERHEAD_CPU,
+    POWERS,
+    ByLength,
+    Pool,
+    can_join,
+    check_named,
+    has_lengths,
+)
 from contratile.grad_cache.wrappers import is_collective
 from contratile.ring.team import Group, Team
 

@@ -87,7 +87,7 @@ class TrainingStep:
     def __init__(self, problem: CacheProblem) -> None:
         self.problem, self.loss_seconds = problem, float("inf")
         self.cpu_seconds = float("inf")
-        """CPU time of the cheapest call, over all threads: on a shared machine neighbours disturb it less than the time."""
+        """CPU time of the cheapest call, over all threads."""
         self.prepare()
 
     @property
