@@ -121,8 +121,12 @@ class Keeper:
             trial, rows = GraphTrial(item.side, item.chunk()), len(piece.rows)
             trial.cost(rows)  # what is allocated once only, by the first call, does not count
             peak = trial.cost(rows)
-            found = GraphCost(trial.held / piece.cost, max(0.0, peak - trial.held), piece.length, piece.cost)
-            known = self.costs[item.side.encoder] = GraphCost(*map(max, known, found))
+            known = self.costs[item.side.encoder] = GraphCost(
+                graph=max(known.graph, trial.held / piece.cost),
+                passing=max(known.passing, peak - trial.held),
+                length=max(known.length, piece.length),
+                tokens=max(known.tokens, piece.cost),
+            )
             trim()
         return known
 
