@@ -105,8 +105,9 @@ def fit(sides: tuple[Side, Side]) -> dict[str, Any]:
     _warm_up()
     plug_holes()
     every = sides[:1] if sides[0].module is sides[1].module else sides
-    costs = [encoder_cost(side.module, side.inputs, rows=(8, 16)) for side in every]
-    optimizer = count_optimizer([side.module for side in sides], by_name("adamw"), "adamw")
+    clock = devices.clock("fp32")
+    costs = [encoder_cost(side.module, side.inputs, rows=(8, 16), clock=clock) for side in every]
+    optimizer = count_optimizer([side.module for side in sides], by_name("adamw"), "adamw", clock)
     work = Workload(batch=16, chunk=16, ranks=1, sides=(costs[0], costs[-1]), optimizer=optimizer)
     return asdict(calibrate(sides, work, devices))
 
