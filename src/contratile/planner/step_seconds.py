@@ -99,7 +99,8 @@ def step_seconds(work: Workload, devices: Devices) -> StepSeconds:
         TimeTerm(
             name="update",
             seconds=work.optimizer.seconds / (work.ranks if work.fsdp else 1) or moved / devices.bandwidth,
-            how=f"{work.optimizer.name}: {moved / 1e9:.2f} GB read and written",
+            how=f"{work.optimizer.name}: {moved / 1e9:.2f} GB read and written"
+            + (", gradients clipped" if work.optimizer.seconds else ""),
         ),
     ]
     return StepSeconds(
