@@ -52,7 +52,7 @@ class PlanBenchConfig(TimedConfig):
     take; "default" leaves malloc as it is, which keeps part of what was freed."""
 
     timed: bool = False
-    """Also measure seconds, which needs an idle machine."""
+    """Also measure seconds: with one thread processor time, otherwise wall time, which needs an idle machine."""
 
     every: int = 1
     """Run every so many-th point of the list, from the first one on."""
