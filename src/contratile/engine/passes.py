@@ -3,6 +3,8 @@
     forward   scores S = scale Q K^T + bias -> statistics of rows and columns             1 matrix product
     backward  G = dL/dS -> dq = scale G k, dk = scale G^T q, dscale, dbias                3 matrix products
 
+Scores of prefixes of the features (`prefixes.py`) are parts of the same products.
+
 Blocks of keys visit (one block, if there is one process) and the backend works on each: keys and column statistics
 travel forward, keys and their gradient backward.
 """
@@ -22,6 +24,7 @@ from contratile.engine.backends import registry, torch_tiles
 from contratile.engine.backends.block import Given, Gradients, Scores, SideGrad
 from contratile.engine.backends.precision import library_products, resolve
 from contratile.engine.plan import TilePlan, plan_tiles
+from contratile.engine.prefixes import Prefixes, add_norm_grads_, reciprocal_norms
 from contratile.engine.rule import PairRule
 from contratile.engine.spec import InputGrads, Inputs, PairStats, SideStats, Spec, Wanted, number
 from contratile.engine.stats import SideParts, accumulation_dtype
@@ -43,12 +46,16 @@ class KeyBlock(NamedTuple):
     sums_grad: Tensor | None = None
     """Backward only: the keys' log-sum-exps, and the gradients of these and of their class sums."""
 
+    factor: Tensor | None = None
+    """[M, prefixes] reciprocal norms, see `Spec.normalize`."""
+
 
 class KeyGrad(NamedTuple):
-    """The gradients of a block of keys and of their biases, as they travel back to their owner."""
+    """The gradients of a block of keys, of their biases and norms, as they travel back to their owner."""
 
     dk: Tensor | None
     dbias: Tensor | None = None
+    dnorm: Tensor | None = None
 
     def merge_(self, other: KeyGrad) -> None:
         for mine, theirs in zip(self, other, strict=True):
@@ -60,11 +67,13 @@ def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     """One trip round the ring. The cache, if asked for, is empty where nothing fits into it."""
     spec = _resolved(spec, x)
     alpha = _alpha(x.scale, spec, accumulation_dtype(x.query.dtype))
-    pos = None if x.labels is None else alpha.new_zeros(x.query.shape[0])
+    prefixes = [len(spec.prefixes)] if spec.prefixes else []
+    pos = None if x.labels is None else alpha.new_zeros(x.query.shape[0], *prefixes)
+    factors = _factors(x, spec)
     items = cached_items(ring, x, spec)
     cache = reserve.take(sum(items), alpha) if spec.cache_bytes else None
     caches = _pieces(cache, items)
-    mine = KeyBlock(x.keys, x.key_ids, x.key_classes, bias=_key_bias(x, spec, alpha))
+    mine = KeyBlock(x.keys, x.key_ids, x.key_classes, bias=_key_bias(x, spec, alpha), factor=factors.key)
     level = x.query_level
     tiles = registry.choose(x, spec)
     if spec.compares and pos is not None:
@@ -78,7 +87,7 @@ def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     rows: SideParts | None = None
     for block in trip:
         visitor = block.carried
-        scores = _scores(ring, block.source, x, visitor, spec, alpha, next(caches), level)
+        scores = _scores(ring, block.source, x, visitor, spec, alpha, next(caches), level, factors.query)
         reads = pos if block.home and not spec.compares else None
         with library_products(spec.precision, x.query):
             new_rows, cols = tiles.forward(scores, spec, reads)
@@ -111,7 +120,7 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
     full = x.stand_in is not None
     # dq accumulates in full precision over several blocks, both sides of a tile, or class sums. Otherwise each row is
     # written once.
-    once = alone and not symmetric and not spec.sums
+    once = alone and not symmetric and not spec.sums and not spec.prefixes
     dtype = x.query.dtype if once and not full else alpha.dtype
     make = torch.empty if once and ring.sizes[0] else torch.zeros
     dq = make(x.query.shape, dtype=dtype, device=x.query.device) if wanted.query else None
@@ -129,12 +138,15 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
     else:
         col_level = _by_key(level, x, spec, otherwise=torch.inf) if level is not None and spec.filters else None
         mine = KeyBlock(x.keys, x.key_ids, None, col_level, _key_bias(x, spec, alpha), col.lse, col.grad)
+    factors = _factors(x, spec)
+    mine = mine._replace(factor=factors.key)
+    dnorm = factors.query.new_zeros(factors.query.shape) if dq is not None and factors.query is not None else None
     if grads.row.sums is not None or col_sums_grad is not None:
         mine = mine._replace(classes=x.key_classes, sums_grad=col_sums_grad)
     trip: RingPass[KeyBlock, KeyGrad] = RingPass(ring, mine)
     for block in trip:
         visitor = block.carried
-        scores = _scores(ring, block.source, x, visitor, spec, alpha, next(caches), level)
+        scores = _scores(ring, block.source, x, visitor, spec, alpha, next(caches), level, factors.query)
         mirrored = scores.k is None
         theirs = None
         if visitor.grad is not None and not mirrored:
@@ -143,11 +155,12 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
         given = Given(row, theirs, results.pos, pos_grad, grads.row.sums, visitor.sums_grad)
         dk = block.zeros(x.query, alpha.dtype) if wanted.key and not symmetric else None
         dkey_bias = block.zeros(x.key_bias, alpha.dtype) if wanted.key_bias and x.key_bias is not None else None
+        dkey_norm = block.zeros(factors.key) if dk is not None and factors.key is not None else None
         if dk is not None or dkey_bias is not None:
-            block.gathered = KeyGrad(dk, dkey_bias)
+            block.gathered = KeyGrad(dk, dkey_bias, dkey_norm)
         # With `key=None` both ranks compute their shared tiles, so each takes half.
         dalpha = alpha.new_zeros(()) if dscale is not None and symmetric and not block.home else dscale
-        into = Gradients(dq, dq if mirrored else dk, dalpha, dbias, once, dkey_bias)
+        into = Gradients(dq, dq if mirrored else dk, dalpha, dbias, once, dkey_bias, dnorm, dkey_norm)
         with library_products(spec.precision, x.query):
             tiles.backward(scores, spec, given, into)
         if dscale is not None and dalpha is not None and dalpha is not dscale:
@@ -160,6 +173,8 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
     of_keys = trip.home or KeyGrad(None)
     if of_keys.dbias is not None:
         of_keys = of_keys._replace(dbias=of_keys.dbias / number(spec.unit, of_keys.dbias))
+    add_norm_grads_(dq, x.query, spec.prefixes, factors.query, dnorm)
+    add_norm_grads_(of_keys.dk, x.keys, spec.prefixes, factors.key, of_keys.dnorm)
     return InputGrads(
         query=dq if dq is None or full else dq.to(x.query.dtype),
         key=None if of_keys.dk is None else of_keys.dk.to(x.query.dtype),
@@ -169,8 +184,28 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
     )
 
 
+class Factors(NamedTuple):
+    """Reciprocal norms of this rank's rows, by prefix."""
+
+    query: Tensor | None = None
+    key: Tensor | None = None
+
+
+def _factors(x: Inputs, spec: Spec) -> Factors:
+    if not spec.normalize:
+        return Factors()
+    return Factors(reciprocal_norms(x.query, spec.prefixes), reciprocal_norms(x.keys, spec.prefixes))
+
+
 def _key_bias(x: Inputs, spec: Spec, alpha: Tensor) -> Tensor | None:
     return None if x.key_bias is None else x.key_bias.to(alpha.dtype) / spec.unit
+
+
+def _hardness(alpha: Tensor, spec: Spec) -> Tensor | None:
+    """NaN for a negative scale, which losses refuse where they can read it: a row would not know its hard negatives."""
+    if not spec.hardness:
+        return None
+    return torch.where(alpha > 0, alpha + spec.hardness / spec.unit, torch.nan)
 
 
 def _resolved(spec: Spec, x: Inputs) -> Spec:
@@ -198,6 +233,7 @@ def _scores(
     alpha: Tensor,
     cache: Tensor | None,
     level: Tensor | None,
+    factor: Tensor | None = None,
 ) -> Scores:
     """The scores of this rank's queries with a visitor's keys."""
     home = source == ring.team.rank
@@ -221,6 +257,8 @@ def _scores(
         key_classes=visitor.classes,
         folded=folded,
         col_bias=visitor.bias,
+        prefixes=Prefixes.of(spec.prefixes, factor, visitor.factor),
+        hardness=_hardness(alpha, spec),
     )
 
 
@@ -238,8 +276,9 @@ def _by_key(of_query: Tensor, x: Inputs, spec: Spec, *, otherwise: float) -> Ten
     assert x.labels is not None
     if spec.paired and x.keys.shape[0] == of_query.shape[0]:
         return of_query
-    found = of_query.new_full((x.keys.shape[0],), otherwise)
-    return found.scatter_reduce_(0, x.labels, of_query, "amax", include_self=False)
+    found = of_query.new_full((x.keys.shape[0], *of_query.shape[1:]), otherwise)
+    labels = x.labels if of_query.dim() == 1 else x.labels.unsqueeze(1).expand_as(of_query)
+    return found.scatter_reduce_(0, labels, of_query, "amax", include_self=False)
 
 
 def _plan(ring: Ring, source: int, x: Inputs, spec: Spec) -> TilePlan:
@@ -252,9 +291,17 @@ def _plan(ring: Ring, source: int, x: Inputs, spec: Spec) -> TilePlan:
     # With `key=None` two ranks compute the same tiles, one of them transposed.
     flip = x.key is None and source < ring.team.rank
     # Tuned on one machine, so not for tiles that several ranks have to cut alike.
-    own = ring.team.size == 1 and x.key is not None and x.query.is_cpu and spec.tile is None
+    own = ring.team.size == 1 and x.key is not None and x.query.is_cpu and spec.tile is None and not spec.prefixes
     shape = tuned.tiles(d, itemsize) if own else None
-    plan = make(*((m, n) if flip else (n, m)), d, tile=spec.tile, itemsize=itemsize, symmetric=symmetric, shape=shape)
+    plan = make(
+        *((m, n) if flip else (n, m)),
+        d,
+        tile=spec.tile,
+        itemsize=itemsize,
+        symmetric=symmetric,
+        shape=shape,
+        prefixes=len(spec.prefixes),
+    )
     return plan.transposed() if flip else plan
 
 

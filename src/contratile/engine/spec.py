@@ -100,10 +100,24 @@ class Spec(NamedTuple):
     precision: str | None = None
     """None follows `torch.get_float32_matmul_precision()`. The passes read it: a compiler cannot trace that call."""
 
+    dims: tuple[int, ...] | None = None
+    """Ask for the scores of the first 64, 128, ... features, ascending: statistics get an axis for them."""
+
+    normalize: bool = False
+    """With `dims`: divide each truncated row by its norm."""
+
+    hardness: float = 0.0
+    """Rows read `hardness` times the product on top of the score of every pair but their labelled positive. It has no
+    gradient, nor has a column, a sum or a rank any of it. Log-sum-exps of two sets without a margin only."""
+
     @property
     def unit(self) -> float:
         """Nats per unit of the scores: log-sum-exps are computed in base 2."""
         return 1.0 if self.reduce == "softplus" else 1 / LOG2E
+
+    @property
+    def prefixes(self) -> tuple[int, ...]:
+        return self.dims or ()
 
     @property
     def sums_rows(self) -> bool:
@@ -146,6 +160,8 @@ class SideStats(NamedTuple):
 
 class PairStats(NamedTuple):
     """The answer. Totals, sums and positives are logits in units of `unit` nats; `nats` converts them.
+
+    With `Spec.dims` every [N] is [N, prefixes].
 
     Losses convert once, after summing: exp2 is faster than exp, and converting every element first would round N times.
     """
@@ -199,9 +215,10 @@ def _constants(side: SideStats) -> tuple[Tensor | None, ...]:
 def shapes(x: Inputs, spec: Spec) -> PairStats:
     """The shapes of the results, as a record of tuples. The size of the cache depends on the tiles and is not here."""
     n, m = x.query.shape[0], x.keys.shape[0]
+    prefixes = (len(spec.prefixes),) if spec.prefixes else ()
     sides = []
     for length, wanted, classes in ((n, spec.rows, spec.sums_rows), (m, spec.cols, spec.sums_cols)):
-        size: Any = (length,)
+        size: Any = (length, *prefixes)
         sides.append(
             SideStats(
                 total=size if wanted else None,
@@ -212,6 +229,6 @@ def shapes(x: Inputs, spec: Spec) -> PairStats:
                 equal=size if wanted and spec.ties else None,
             )
         )
-    own: Any = None if x.labels is None else (n,)
+    own: Any = None if x.labels is None else (n, *prefixes)
     row, col = sides
     return PairStats(row, col, pos=own, level=own if spec.compares else None)

@@ -1,11 +1,13 @@
 """The losses as functions: each is a few lines on the engine.
 
-No loss normalises its features: pass normalised ones where cosines are meant. Losses are fp32 (fp64 for fp64 features),
+No loss normalises its features, but for truncated ones (`matryoshka_dims`): pass normalised ones where cosines are
+meant. Losses are fp32 (fp64 for fp64 features),
 also for 16-bit features; gradients have the dtype of the tensors they belong to.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
@@ -19,6 +21,7 @@ from contratile.errors import bad_value, check_labels, check_pairs, check_temper
 from contratile.keywords import known_keywords
 from contratile.losses.batch_stats import BatchStats, Tally, batch_stats
 from contratile.losses.cross_entropy import as_tensor, class_losses, cross_entropies, lse_above, sigmoid_stats
+from contratile.losses.directions import Direction, Directions, HardnessMode, PartitionMode
 from contratile.losses.options import Call, Ids, PairOptions
 from contratile.reference import Reduction
 from contratile.ring.nodes import RingKind
@@ -45,6 +48,9 @@ class SigLipKeywords(Keywords, total=False):
 
     ids: Ids | None
     same_id: SameId
+    matryoshka_dims: Sequence[int] | None
+    matryoshka_weights: Sequence[float] | None
+    matryoshka_normalize: bool
 
 
 class PairKeywords(Keywords, total=False):
@@ -62,6 +68,21 @@ class PairKeywords(Keywords, total=False):
     margin: float | None
     label_smoothing: float
     weights: Tensor | None
+    matryoshka_dims: Sequence[int] | None
+    matryoshka_weights: Sequence[float] | None
+    matryoshka_normalize: bool
+
+
+class NegativeKeywords(PairKeywords, total=False):
+    """The keywords of `info_nce` alone."""
+
+    in_batch_negatives: bool
+    hard_ids: Tensor | None
+    share_hard_negatives: bool
+    directions: tuple[Direction, ...]
+    partition_mode: PartitionMode
+    hardness_mode: HardnessMode | None
+    hardness_strength: float
 
 
 @known_keywords
@@ -159,6 +180,9 @@ def clip_loss(
     margin: float | None = None,
     label_smoothing: float = 0.0,
     weights: Tensor | None = None,
+    matryoshka_dims: Sequence[int] | None = None,
+    matryoshka_weights: Sequence[float] | None = None,
+    matryoshka_normalize: bool = True,
     return_stats: bool = False,
     group: Group = "auto",
     reduction: Reduction = "mean",
@@ -199,6 +223,12 @@ def clip_loss(
             false negatives.
         label_smoothing: Share of the target that is spread evenly over all keys that count.
         weights: [N] weights of the pairs; the mean is sum(w * loss) / sum(w) over all ranks.
+        matryoshka_dims: Sum the loss over the first 64, 128, ... features of every row, in one product: numbers in any
+            order, with or without all features. Extra keys and hard negatives are truncated alike. Not with margin,
+            label_smoothing, same_id="positive", return_stats or cache_bytes.
+        matryoshka_weights: A weight for each of these losses; 1 each by default. The sum is not divided by them.
+        matryoshka_normalize: Divide each truncated row by its norm, so that scores are cosines: with `matryoshka_dims`
+            losses do normalise. False takes plain products.
         return_stats: Return (loss, `BatchStats`) with top-1 accuracy, ranks and mean logits.
         group: "auto" (the default process group if one is initialised), None (this process alone) or a process group.
             Over several ranks the loss and its backward are collective: every rank calls both.
@@ -231,6 +261,7 @@ def clip_loss(
         *(ids, same_id, extra_keys, extra_ids, hard_negatives, hard_mask),
         *(margin, label_smoothing, weights, return_stats),
         *(True, key_bias, extra_bias, hard_bias),
+        *(matryoshka_dims, matryoshka_weights, matryoshka_normalize),
     )
     spec = Spec(
         paired=True,
@@ -244,7 +275,7 @@ def clip_loss(
 
     def check() -> None:
         check_pairs("image and text", image, text)
-        options.check(image, text, scale)
+        options.check(image, text, scale, spec)
 
     call = Call("clip_loss", {"image": image, "text": text}, {"scale": scale}, spec, reduction, options)
     rings = call.start(group, check)
@@ -261,9 +292,8 @@ def info_nce(
     scale: Tensor | float = 1.0,
     *,
     labels: Tensor | None = None,
-    in_batch_negatives: bool = True,
     return_stats: Literal[False] = False,
-    **keywords: Unpack[PairKeywords],
+    **keywords: Unpack[NegativeKeywords],
 ) -> Tensor: ...
 @overload
 def info_nce(
@@ -272,9 +302,8 @@ def info_nce(
     scale: Tensor | float = 1.0,
     *,
     labels: Tensor | None = None,
-    in_batch_negatives: bool = True,
     return_stats: Literal[True],
-    **keywords: Unpack[PairKeywords],
+    **keywords: Unpack[NegativeKeywords],
 ) -> tuple[Tensor, BatchStats]: ...
 @known_keywords
 def info_nce(
@@ -296,7 +325,16 @@ def info_nce(
     margin: float | None = None,
     label_smoothing: float = 0.0,
     weights: Tensor | None = None,
+    matryoshka_dims: Sequence[int] | None = None,
+    matryoshka_weights: Sequence[float] | None = None,
+    matryoshka_normalize: bool = True,
     return_stats: bool = False,
+    hard_ids: Tensor | None = None,
+    share_hard_negatives: bool = False,
+    directions: tuple[Direction, ...] = ("query_to_doc",),
+    partition_mode: PartitionMode = "joint",
+    hardness_mode: HardnessMode | None = None,
+    hardness_strength: float = 0.0,
     group: Group = "auto",
     reduction: Reduction = "mean",
     backend: Backend = "auto",
@@ -337,7 +375,26 @@ def info_nce(
             false negatives.
         label_smoothing: Share of the target that is spread evenly over all keys that count.
         weights: [N] weights of the queries; the mean is sum(w * loss) / sum(w) over all ranks.
-        return_stats: Return (loss, `BatchStats`) with top-1 accuracy, ranks and mean logits.
+        matryoshka_dims: Sum the loss over the first 64, 128, ... features of every row, in one product: numbers in any
+            order, with or without all features. Extra keys and hard negatives are truncated alike. Not with margin,
+            label_smoothing, same_id="positive", return_stats, cache_bytes, further directions or hardness.
+        matryoshka_weights: A weight for each of these losses; 1 each by default. The sum is not divided by them.
+        matryoshka_normalize: Divide each truncated row by its norm, so that scores are cosines: with `matryoshka_dims`
+            losses do normalise. False takes plain products.
+        return_stats: Return (loss, `BatchStats`) with top-1 accuracy, ranks and mean logits, of queries against keys
+            by similarity: without hardness and further directions.
+        hard_ids: [N, H] ids of the hard negatives, compared with the ids of the queries.
+        share_hard_negatives: Hard negatives are negatives of all queries, of all ranks, too.
+        directions: What a query and its key are compared with in one loss, as sentence-transformers names it.
+            "query_to_doc" (always): the query with all keys. "doc_to_query": its key with all queries.
+            "query_to_query": the query with the other queries. "doc_to_doc": its key with the keys, extra keys and
+            shared hard negatives of the others. Beyond "query_to_doc", key i must be the positive of query i.
+        partition_mode: "joint" puts all directions into one softmax. "per_direction" averages a softmax for each of
+            "query_to_doc" and "doc_to_query", as `clip_loss` does.
+        hardness_mode: Which negatives of a query get `hardness_strength` times their similarity, as a constant, on top
+            of their scores: "in_batch_negatives" (keys and hard negatives of other queries, extra keys),
+            "hard_negatives" (its own) or "all_negatives". Only "query_to_doc" has it, and never a positive.
+        hardness_strength: See `hardness_mode`; 9 in LLaVE (in-batch negatives), 5 in EmbeddingGemma (hard ones).
         group: "auto" (the default process group if one is initialised), None (this process alone) or a process group.
             Over several ranks the loss and its backward are collective: every rank calls both.
         reduction: "mean", "sum" or "none" (one value per local query). Over ranks "mean" is world_size / N_total times
@@ -364,15 +421,27 @@ def info_nce(
         >>> query, key = torch.randn(100, 16), torch.randn(300, 16)
         >>> ct.info_nce(query, key, 0.5, labels=torch.arange(100) + 200, reduction="none").shape
         torch.Size([100])
+
+        GTE's loss of pairs, with LLaVE's weights:
+
+        >>> four = "query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"
+        >>> harder = {"hardness_mode": "in_batch_negatives", "hardness_strength": 9.0}
+        >>> loss = ct.info_nce(query, key[:100], 20.0, directions=four, **harder)
     """
+    more = Directions(directions, partition_mode, hardness_mode, hardness_strength, share_hard_negatives)
     options = PairOptions(
         *(ids, same_id, extra_keys, extra_ids, hard_negatives, hard_mask),
         *(margin, label_smoothing, weights, return_stats, in_batch_negatives),
         *(key_bias, extra_bias, hard_bias),
+        hard_ids=hard_ids,
+        more=more,
+        matryoshka_dims=matryoshka_dims,
+        matryoshka_weights=matryoshka_weights,
+        matryoshka_normalize=matryoshka_normalize,
     )
     paired = labels is None
     spec = Spec(
-        cols=False,
+        cols=more.back,
         paired=paired,
         ranks=return_stats,
         backend=backend,
@@ -383,6 +452,9 @@ def info_nce(
     )
 
     def check() -> None:
+        if labels is not None and more.several:
+            remedy = "Document i is the positive of query i: reorder the keys, and pass further ones as extra_keys=."
+            bad_value("labels", expected="none beside directions=", got=f"{len(labels)} of them", remedy=remedy)
         if labels is not None:
             check_vector("labels", labels, length=len(query), device=query.device)
             if len(labels) and not torch.compiler.is_compiling():  # the compiled operator checks for itself
@@ -390,13 +462,14 @@ def info_nce(
         elif len(key) < len(query):
             remedy = "Without labels query i's positive is key i; pass labels= if queries share keys."
             bad_value("key", expected=f"at least {len(query)} rows", got=len(key), remedy=remedy)
-        options.check(query, key, scale)
+        options.check(query, key, scale, spec)
 
     call = Call("info_nce", {"query": query, "key": key}, {"scale": scale}, spec, reduction, options)
     rings = call.start(group, check)
     labels = torch.arange(len(query), device=query.device) if labels is None else labels.long()
     losses = cross_entropies(query, key, scale, labels, options, spec, rings)
-    loss = call.reduce(losses.per_pair, losses.stats, rings.keys)
+    mean_of_two = spec.cols and partition_mode == "per_direction"
+    loss = call.reduce(losses.per_pair, losses.stats, rings.keys, share=0.5 if mean_of_two else 1.0)
     return loss if losses.batch is None else (loss, losses.batch)
 
 
@@ -618,6 +691,9 @@ def siglip_loss(
     *,
     ids: Ids | None = None,
     same_id: SameId = "exclude",
+    matryoshka_dims: Sequence[int] | None = None,
+    matryoshka_weights: Sequence[float] | None = None,
+    matryoshka_normalize: bool = True,
     return_stats: bool = False,
     group: Group = "auto",
     reduction: Reduction = "mean",
@@ -643,6 +719,11 @@ def siglip_loss(
             captions of one image) are not its negatives.
         same_id: "exclude" drops pairs of equal id, except an image's own text. "positive" turns their sign: they are
             positives too.
+        matryoshka_dims: Sum the loss over the first 64, 128, ... features of every row, in one product: numbers in any
+            order, with or without all features. Not with return_stats or cache_bytes.
+        matryoshka_weights: A weight for each of these losses; 1 each by default. The sum is not divided by them.
+        matryoshka_normalize: Divide each truncated row by its norm, so that scores are cosines: with `matryoshka_dims`
+            losses do normalise. False takes plain products.
         return_stats: Return (loss, `BatchStats`) with top-1 accuracy, ranks and mean logits.
         group: "auto" (the default process group if one is initialised), None (this process alone) or a process group.
             Over several ranks the loss and its backward are collective: every rank calls both.
@@ -669,7 +750,13 @@ def siglip_loss(
         >>> image, text = (torch.nn.functional.normalize(torch.randn(256, 32), dim=1) for _ in range(2))
         >>> loss = ct.siglip_loss(image, text, 10.0, -10.0)
     """
-    options = PairOptions(ids, same_id, return_stats=return_stats)
+    options = PairOptions(
+        *(ids, same_id),
+        return_stats=return_stats,
+        matryoshka_dims=matryoshka_dims,
+        matryoshka_weights=matryoshka_weights,
+        matryoshka_normalize=matryoshka_normalize,
+    )
     spec = Spec(
         reduce="softplus",
         paired=True,
@@ -687,7 +774,7 @@ def siglip_loss(
 
     def check() -> None:
         check_pairs("image and text", image, text)
-        options.check(image, text, scale)
+        options.check(image, text, scale, spec)
 
     numbers = {"scale": scale, "bias": bias}
     call = Call("siglip_loss", {"image": image, "text": text}, numbers, spec, reduction, options)
@@ -695,8 +782,11 @@ def siglip_loss(
     shift = as_tensor(bias, image)
     labels = torch.arange(len(image), device=image.device)
     query_ids, key_ids = options.pair_of_ids
+    nested = options.matryoshka
+    if nested is not None:
+        spec = nested.spec(spec)
     x = Inputs(image, text, as_tensor(scale, image), shift, labels=labels, query_ids=query_ids, key_ids=key_ids)
     stats = pair_stats(rings.keys, x, spec)
     assert stats.row.total is not None
-    loss = call.reduce(stats.row.total, stats, rings.keys)
+    loss = call.reduce(stats.row.total if nested is None else nested.total(stats.row.total), stats, rings.keys)
     return (loss, sigmoid_stats(x, stats, options, rings)) if return_stats else loss

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from contratile.engine.spec import SameId
+    from contratile.losses.directions import Direction, HardnessMode, PartitionMode
 
     class ContrastKeywords(Keywords, total=False):
         """Options of `ClipLoss` and `InfoNCE` that stay the same from batch to batch."""
@@ -24,18 +25,29 @@ if TYPE_CHECKING:
         same_id: SameId
         margin: float | None
         label_smoothing: float
+        matryoshka_dims: Sequence[int] | None
+        matryoshka_weights: Sequence[float] | None
+        matryoshka_normalize: bool
         return_stats: bool
 
     class SigmoidKeywords(Keywords, total=False):
         """Options of `SigLipLoss` that stay the same from batch to batch."""
 
         same_id: SameId
+        matryoshka_dims: Sequence[int] | None
+        matryoshka_weights: Sequence[float] | None
+        matryoshka_normalize: bool
         return_stats: bool
 
     class NegativesKeywords(ContrastKeywords, total=False):
         """Options of `InfoNCE` that stay the same from batch to batch."""
 
         in_batch_negatives: bool
+        share_hard_negatives: bool
+        directions: tuple[Direction, ...]
+        partition_mode: PartitionMode
+        hardness_mode: HardnessMode | None
+        hardness_strength: float
 
 
 class _Loss(nn.Module):
@@ -97,10 +109,12 @@ class InfoNCE(_Loss):
     Args:
         scale: A fixed scale. Pass a learned one to the call.
         keywords: Options of `info_nce` that stay the same: group, reduction, backend, tile, cache_bytes, precision,
-            ring, same_id, in_batch_negatives, margin, label_smoothing, return_stats.
+            ring, same_id, in_batch_negatives, share_hard_negatives, directions, partition_mode, hardness_mode,
+            hardness_strength, margin, label_smoothing, return_stats.
 
     Call: `loss(query, key, scale=None, labels=None, output_dict=False, **negatives)`, where `negatives` are tensors of
-    the batch: ids, extra_keys, extra_ids, hard_negatives, hard_mask, weights.
+    the batch: ids, extra_keys, extra_ids, hard_negatives, hard_mask, hard_ids, key_bias, extra_bias, hard_bias,
+    weights.
 
     Examples:
         >>> import torch, contratile as ct

@@ -8,6 +8,7 @@ On the command line every field is an option of the same name; in a recipe it st
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,7 @@ from typing import Literal
 from contratile.data.augment import AugmentConfig
 from contratile.data.catalog import DataConfig
 from contratile.errors import bad_value, check_choice, check_count, check_size
+from contratile.losses.directions import ONE_TYPE, Direction, Directions, HardnessMode, PartitionMode
 from contratile.models.towers import TowerConfig
 from contratile.ring.nodes import RingKind
 from contratile.train.optim import OptimConfig
@@ -46,6 +48,13 @@ class LossConfig:
     label_smoothing: float = 0.0
     """Share of the target that is spread evenly over all keys (clip, infonce)."""
 
+    matryoshka_dims: tuple[int, ...] = ()
+    """Sum the loss over the first features of every row, each time normalised: for example 64 128 256, with or without
+    the full width (clip, infonce, siglip). The log then has no statistics of batches."""
+
+    matryoshka_weights: tuple[float, ...] = ()
+    """Weights of these losses, in the order of the dimensions; 1 each by default."""
+
     backend: Literal["auto", "torch", "triton", "dense"] = "auto"
     """Implementation of the loss; dense holds all scores in memory and is meant for comparison."""
 
@@ -57,6 +66,25 @@ class LossConfig:
 
     max_scale: float = 100.0
     """Upper limit of the learned scale; it is clamped after every step."""
+
+    directions: tuple[Direction, ...] = ("query_to_doc",)
+    """What is compared (infonce); left sides are queries, right ones documents: query_to_doc, query_to_query,
+    doc_to_query, doc_to_doc."""
+
+    partition_mode: PartitionMode = "joint"
+    """One softmax over all directions, or the mean of one per direction (infonce)."""
+
+    hardness_mode: HardnessMode | None = None
+    """Negatives that weigh more the more similar they are: those of other pairs, a pair's own hard ones, or all
+    (infonce)."""
+
+    hardness_strength: float = 0.0
+    """How much: this times their similarity is added to their score, as a constant."""
+
+    @property
+    def more(self) -> Directions:
+        """The options of the same names."""
+        return Directions(self.directions, self.partition_mode, self.hardness_mode, self.hardness_strength)
 
     @property
     def rows_per_pair(self) -> int:
@@ -86,6 +114,49 @@ class LossConfig:
             remedy = "Both are measured from one positive: drop them, or use --same-id exclude."
             expected = "no --margin and no --label-smoothing beside it"
             bad_value("same_id=positive", expected=expected, got="one of them", remedy=remedy)
+        self._check_matryoshka()
+        if self.more != Directions():
+            self._check_directions()
+
+    def _check_matryoshka(self) -> None:
+        dims, weights = self.matryoshka_dims, self.matryoshka_weights
+        if weights and len(weights) != len(dims):
+            remedy = "Pass one weight for each of --matryoshka-dims."
+            bad_value("matryoshka_weights", expected=f"{len(dims)} numbers", got=len(weights), remedy=remedy)
+        if not dims:
+            return
+        if min(dims) < 1 or len(set(dims)) < len(dims):
+            remedy = "Pass numbers of leading features, for example 64 128 256."
+            bad_value("matryoshka_dims", expected="distinct numbers from 1 up", got=dims, remedy=remedy)
+        if not all(math.isfinite(x) and x >= 0 for x in weights):
+            bad_value("matryoshka_weights", expected="numbers from 0 up", got=weights, remedy="1 each is the default.")
+        for option, given in (
+            (f"--loss {self.loss}", self.loss in ("ntxent", "supcon")),
+            ("--margin", self.margin is not None),
+            ("--label-smoothing", self.label_smoothing),
+            ("--cache-mib", self.cache_mib),
+            ("--same-id positive", self.same_id == "positive" and self.loss != "siglip"),
+            ("--directions query_to_query or doc_to_doc", set(ONE_TYPE) & self.more.names),
+            ("--hardness-mode", self.more.hardness),
+        ):
+            if given:
+                remedy = "Drop one of the two."
+                bad_value("matryoshka_dims", expected=f"none with {option}", got=dims, remedy=remedy)
+
+    def _check_directions(self) -> None:
+        if self.loss != "infonce":
+            remedy = "Use --loss infonce, or drop --directions, --partition-mode and --hardness-*."
+            bad_value("directions and hardness", expected="--loss infonce", got=self.loss, remedy=remedy)
+        self.more.check()
+        margin = self.more.hardness or set(ONE_TYPE) & self.more.names
+        for name, given in (
+            ("label_smoothing", bool(self.label_smoothing)),
+            ("same_id=positive", self.same_id == "positive"),
+            ("margin", self.margin is not None and bool(margin)),
+        ):
+            if given and (self.more.several or self.more.hardness):
+                remedy = f"Drop {name}, or the directions beyond query_to_doc and the hardness."
+                bad_value(f"{name} and directions or hardness", expected="one of them", got="both", remedy=remedy)
 
 
 @dataclass(frozen=True, kw_only=True)

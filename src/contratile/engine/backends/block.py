@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from contratile.engine.plan import TilePlan
+from contratile.engine.prefixes import Prefixes
 from contratile.engine.rule import PairRule
 from contratile.engine.spec import Spec
 from contratile.engine.stats import SideParts
@@ -51,6 +52,12 @@ class Scores(NamedTuple):
     folded: bool = True
     """Multiply alpha into the queries. Otherwise it is multiplied into each tile, after products were compared."""
 
+    prefixes: Prefixes = Prefixes()
+    """Which prefixes of the features have scores of their own; only all features, as a rule."""
+
+    hardness: Tensor | None = None
+    """0-d: the factor of the products that rows read instead of alpha, except at positives."""
+
     @property
     def key(self) -> Tensor:
         return self.q if self.k is None else self.k
@@ -70,6 +77,14 @@ class SideGrad(NamedTuple):
     grad: Tensor
     level: Tensor | None
 
+    def of_prefix(self, at: int) -> SideGrad:
+        return SideGrad(of_prefix(self.lse, at), self.grad[:, at].contiguous(), self.level)
+
+
+def of_prefix(x: Tensor | None, at: int) -> Tensor | None:
+    """One prefix of a statistic."""
+    return None if x is None else x[:, at].contiguous()
+
 
 class Given(NamedTuple):
     """What the gradients of a block are made from. Rows of symmetric scores are columns too."""
@@ -83,6 +98,21 @@ class Given(NamedTuple):
     row_sums: Tensor | None = None
     col_sums: Tensor | None = None
     """Gradients of the sums of scores."""
+
+    def by_prefix(self, prefixes: Prefixes) -> list[Given]:
+        """One for each prefix; itself if there is one, of all features."""
+        if not prefixes.asked:
+            return [self]
+        row, col = self.row, self.col
+        return [
+            Given(
+                None if row is None else row.of_prefix(at),
+                None if col is None else col.of_prefix(at),
+                of_prefix(self.pos, at),
+                of_prefix(self.pos_grad, at),
+            )
+            for at in range(len(prefixes.blocks))
+        ]
 
 
 class Gradients(NamedTuple):
@@ -102,6 +132,11 @@ class Gradients(NamedTuple):
 
     dcol_bias: Tensor | None = None
     """[M], zero-initialised."""
+
+    drow_norm: Tensor | None = None
+    dcol_norm: Tensor | None = None
+    """[N, prefixes] and [M, prefixes], zero-initialised: sums of score times gradient, of which gradients of norms are
+    made."""
 
 
 class KernelError(RuntimeError):

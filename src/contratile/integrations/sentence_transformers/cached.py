@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -17,8 +17,9 @@ from contratile.grad_cache.keep import KeepGraphs
 from contratile.grad_cache.offload import Offload
 from contratile.grad_cache.plan import Padding
 from contratile.integrations.sentence_transformers.citations import GRAD_CACHE
-from contratile.integrations.sentence_transformers.options import OTHERWISE, Direction, Similarity
+from contratile.integrations.sentence_transformers.options import OTHERWISE, Similarity
 from contratile.integrations.sentence_transformers.ranking import MultipleNegativesRankingLoss
+from contratile.losses.directions import Direction, HardnessMode, PartitionMode
 
 _FLAT = {
     "cu_seq_lens_q": f"Load the model without input flattening, {OTHERWISE}",
@@ -72,18 +73,21 @@ class CachedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
         mini_batch_num_tokens: int | None = None,
         gather_across_devices: bool = False,
         directions: tuple[Direction, ...] = ("query_to_doc",),
-        partition_mode: Literal["joint", "per_direction"] = "joint",
+        partition_mode: PartitionMode = "joint",
         show_progress_bar: bool = False,
-        hardness_mode: str | None = None,
+        hardness_mode: HardnessMode | None = None,
         hardness_strength: float = 0.0,
         *,
         margin: float | None = None,
+        exclude_duplicates: bool = False,
         tile: int | None = None,
         cache_bytes: int = 0,
         offload: Offload = "none",
         lengths: Literal["auto", "off"] | ByLength = "auto",
         keep_graphs: KeepGraphs = 0,
         memory_limit: int | None = None,
+        matryoshka_dims: Sequence[int] | None = None,
+        matryoshka_weights: Sequence[float] | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -95,8 +99,11 @@ class CachedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
             hardness_mode,
             hardness_strength,
             margin=margin,
+            exclude_duplicates=exclude_duplicates,
             tile=tile,
             cache_bytes=cache_bytes,
+            matryoshka_dims=matryoshka_dims,
+            matryoshka_weights=matryoshka_weights,
         )
         check_count("mini_batch_size", mini_batch_size, least=1)
         if mini_batch_num_tokens is not None:
@@ -128,10 +135,11 @@ class CachedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
         cache = self._cache(whole)
         encoded = cache.encode(*(given if whole else map(self._mini_batches, given)))
         columns = [[x] for x in encoded.features]
-        if not torch.is_grad_enabled():
-            with encoded:
-                return self.calculate_loss(columns, labels)
-        loss = self.calculate_loss(columns, labels, with_backward=True).requires_grad_()
+        with self.texts_of(given):
+            if not torch.is_grad_enabled():
+                with encoded:
+                    return self.calculate_loss(columns, labels)
+            loss = self.calculate_loss(columns, labels, with_backward=True).requires_grad_()
         loss.register_hook(partial(cache.backward, encoded))  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         return loss
 
@@ -229,12 +237,15 @@ class CachedMultipleNegativesSymmetricRankingLoss(CachedMultipleNegativesRanking
         show_progress_bar: bool = False,
         *,
         margin: float | None = None,
+        exclude_duplicates: bool = False,
         tile: int | None = None,
         cache_bytes: int = 0,
         offload: Offload = "none",
         lengths: Literal["auto", "off"] | ByLength = "auto",
         keep_graphs: KeepGraphs = 0,
         memory_limit: int | None = None,
+        matryoshka_dims: Sequence[int] | None = None,
+        matryoshka_weights: Sequence[float] | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -247,12 +258,15 @@ class CachedMultipleNegativesSymmetricRankingLoss(CachedMultipleNegativesRanking
             partition_mode="per_direction",
             show_progress_bar=show_progress_bar,
             margin=margin,
+            exclude_duplicates=exclude_duplicates,
             tile=tile,
             cache_bytes=cache_bytes,
             offload=offload,
             lengths=lengths,
             keep_graphs=keep_graphs,
             memory_limit=memory_limit,
+            matryoshka_dims=matryoshka_dims,
+            matryoshka_weights=matryoshka_weights,
         )
 
 
