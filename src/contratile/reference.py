@@ -225,7 +225,7 @@ def with_dims(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
         given = dict(zip(names, arguments, strict=False)) | options
         if matryoshka_dims is None:
             return loss(**given)
-        total = given[names[0]].new_zeros(())
+        total: Tensor = given[names[0]].new_zeros(())
         for dim, weight in zip(matryoshka_dims, matryoshka_weights or [1.0] * len(matryoshka_dims), strict=True):
             cut = {name: given[name] for name in truncated if given.get(name) is not None}
             cut = {name: prefix(x, dim, matryoshka_normalize) for name, x in cut.items()}
