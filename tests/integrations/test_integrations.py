@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import contratile as ct
-from contratile.integrations import inf_cl, lightly, open_clip
+from contratile.integrations import inf_cl, lightly, listed_pairs, open_clip
 from contratile.integrations import pytorch_metric_learning as pml
 from tests.helpers import features, labels_of, randn
 from tests.ranks import pool
@@ -656,8 +656,51 @@ def test_metric_learning_self_supervised() -> None:
             same(*wrapped, *out)
 
 
+def test_metric_learning_with_miners(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs and triplets, some of them several times, also against references, a few at a time."""
+    from pytorch_metric_learning import miners
+
+    monkeypatch.setattr(listed_pairs, "CHUNK", 7 * D + 1)
+    embeddings, ref = views()[0], views(31, seed=5)[0]
+    labels, ref_labels = LABELS["some alone"], labels_of(31, 6, seed=4)
+    for miner in (miners.MultiSimilarityMiner(), miners.TripletMarginMiner(0.3)):
+        mined = miner(embeddings, labels)
+        across = miner(embeddings, labels, ref, ref_labels)
+        nothing = tuple(x[:0] for x in mined)
+        for ours, theirs in kinds():
+            same(ours()(embeddings, labels, mined), theirs()(embeddings, labels, mined), embeddings)
+            given = {"ref_emb": ref, "ref_labels": ref_labels}
+            want = theirs()(embeddings, labels, across, **given)
+            same(ours()(embeddings, labels, across, **given), want, embeddings, ref)
+            assert ours()(embeddings, labels, nothing) == 0
+
+
+def test_metric_learning_with_a_memory() -> None:
+    from pytorch_metric_learning.losses import CrossBatchMemory
+
+    for ours, theirs in kinds():
+        memories = [CrossBatchMemory(kind(), D, memory_size=40) for kind in (ours, theirs)]
+        for step in range(3):
+            embeddings = views(seed=step)[0]
+            same(*(memory(embeddings, labels_of(N, 5, seed=step)) for memory in memories), embeddings)
+
+
+def test_metric_learning_distances_and_reducers() -> None:
+    from pytorch_metric_learning import distances, miners, reducers
+
+    embeddings, labels = views()[0], LABELS["some alone"]
+    mined = miners.MultiSimilarityMiner()(embeddings, labels)
+    for distance in (distances.DotProductSimilarity(), distances.DotProductSimilarity(normalize_embeddings=True), None):
+        for reducer in (reducers.MeanReducer(), reducers.SumReducer(), None):
+            options = {"distance": distance, "reducer": reducer, "temperature": 0.5}
+            for ours, theirs in kinds():
+                for pairs in (None, mined):
+                    arguments = embeddings, labels, pairs
+                    same(ours(**options)(*arguments), theirs(**options)(*arguments), embeddings)
+
+
 def test_metric_learning_refusals() -> None:
-    from pytorch_metric_learning import distances, miners, reducers, regularizers
+    from pytorch_metric_learning import distances, reducers, regularizers
 
     embeddings, ref = (x.detach() for x in views())
     labels = LABELS["classes"]
@@ -670,8 +713,9 @@ def test_metric_learning_refusals() -> None:
             with pytest.raises(ValueError, match="temperature: expected a positive number"):
                 kind(temperature=temperature)
         for options in (
-            {"reducer": reducers.SumReducer()},
+            {"reducer": reducers.PerAnchorReducer()},
             {"distance": distances.LpDistance()},
+            {"distance": distances.DotProductSimilarity(power=2)},
             {"distance": distances.CosineSimilarity(power=2)},
             {"distance": distances.CosineSimilarity(p=1)},
             {"embedding_regularizer": regularizers.LpRegularizer()},
@@ -689,8 +733,9 @@ def test_metric_learning_refusals() -> None:
             loss(embeddings, labels * torch.tensor(float("nan")))
         with pytest.raises(ValueError, match=r"labels: expected shape \[24\]"):
             loss(embeddings, labels.float()[:5])
-        with pytest.raises(ValueError, match=r"indices_tuple: expected None, got tuple\. Remove the miner"):
-            loss(embeddings, labels, miners.MultiSimilarityMiner()(embeddings, labels))
+        for bad in ((labels,), 3, [[0], [1], [2]]):
+            with pytest.raises(ValueError, match=r"indices_tuple: expected three or four tensors of indices, got"):
+                loss(embeddings, labels, bad)
         for missing, given in (("labels", {}), ("ref_labels", {"labels": labels, "ref_emb": ref})):
             with pytest.raises(ValueError, match=f"{missing}: expected a tensor, got None"):
                 loss(embeddings, **given)
