@@ -40,6 +40,11 @@ def pair_stats(
     differ: bool = False,
     same_id: SameId = "exclude",
     without_labelled: bool = False,
+    teacher: tuple[Tensor, Tensor, Tensor | float] | None = None,
+    guide: tuple[Tensor, Tensor] | None = None,
+    guide_level: Tensor | None = None,
+    guide_margin: float = 0.0,
+    guide_relative: bool = False,
 ) -> dict[str, Tensor]:
     """Statistics of the scores S = scale * Q K^T + bias + key_bias over the pairs that count, natural logarithm.
 
@@ -49,11 +54,14 @@ def pair_stats(
     row_higher, col_higher      number of scores above the positive's, with `ranks`
     row_equal, col_equal        number of scores equal to the positive's, itself included, with `ties`
     level [N]                   the positives' products <q, k>, with `ranks` or `margin`
+    row_cross, col_cross        mean of scores minus pos (a constant) under the softmax of the teacher's scores
+    guide_level [N]             the guide's products of the positives
 
     Pairs of equal id do not count unless labelled; with `same_id="positive"` they are positives too, which ranks do not
     count. `without_labelled` leaves the labelled pairs out of the sums. With `margin`, products above the positive's
     product minus `margin` are dropped, for rows and columns separately. Products are compared before the scale (negated
-    if the scale is negative), so that exact ties stay ties.
+    if the scale is negative), so that exact ties stay ties. With a `guide`, pairs are dropped the same way by its products:
+    those above the positive's minus `guide_margin` (times its absolute value if `guide_relative`).
     """
     key = query if key is None else key
     products = query @ key.T
@@ -76,6 +84,11 @@ def pair_stats(
         left_out = same
     if exclude_self:
         left_out = left_out | torch.eye(*every.shape, dtype=torch.bool, device=query.device)
+    similar_to_guide = None
+    if guide is not None:
+        similar_to_guide = guide[0] @ guide[1].T
+        if labels is not None:
+            out["guide_level"] = guide_level = similar_to_guide.gather(1, labels.unsqueeze(1)).squeeze(1)
     scores, order = every.masked_fill(left_out, -INF), order.masked_fill(left_out | same, -INF)
     turned = is_pos | same if same_id == "positive" else is_pos
     for side, dim, wanted in (("row", 1, rows), ("col", 0, cols)):
@@ -87,6 +100,15 @@ def pair_stats(
         counted = scores
         if margin < INF and bar is not None:
             counted = scores.masked_fill((order > bar - margin) & ~is_pos, -INF)
+        if similar_to_guide is not None and guide_level is not None:
+            at = guide_level.unsqueeze(1) if side == "row" else _column_levels(guide_level, labels, len(key))
+            limit = guide_limit(at, guide_margin, relative=guide_relative)
+            counted = counted.masked_fill((similar_to_guide > limit) & ~is_pos, -INF)
+        if teacher is not None:
+            weights = (teacher[2] * (teacher[0] @ teacher[1].T)).masked_fill(left_out, -INF).softmax(dim)
+            centre = out["pos"] if side == "row" else out["pos"].new_zeros(len(key)).scatter(0, labels, out["pos"])
+            centred = every - centre.detach().unsqueeze(dim)
+            out[f"{side}_cross"] = (weights * centred.masked_fill(left_out, 0)).sum(dim)
         out[side] = (
             counted.logsumexp(dim) if reduce == "lse" else F.softplus(torch.where(turned, -counted, counted)).sum(dim)
         )
@@ -103,6 +125,11 @@ def pair_stats(
             if ties:
                 out[f"{side}_equal"] = (order == bar).sum(dim).to(every.dtype)
     return out
+
+
+def guide_limit(level: Tensor, margin: float, *, relative: bool) -> Tensor:
+    """The highest product of a guide that counts, from that of the positive."""
+    return torch.where(level.isinf(), level, level - (level.abs() * margin if relative else margin))
 
 
 def _column_levels(level: Tensor, labels: Tensor | None, keys: int) -> Tensor:

@@ -19,13 +19,16 @@ from torch import Tensor
 
 from contratile.engine import reserve, tuned
 from contratile.engine.backends import registry, torch_tiles
-from contratile.engine.backends.block import Given, Gradients, Scores, SideGrad
+from contratile.engine.backends.block import Beside, Given, Gradients, Scores, SideGrad, Taughts
 from contratile.engine.backends.precision import library_products, resolve
 from contratile.engine.plan import TilePlan, plan_tiles
 from contratile.engine.rule import PairRule
 from contratile.engine.spec import InputGrads, Inputs, PairStats, SideStats, Spec, Wanted, number
-from contratile.engine.stats import SideParts, accumulation_dtype
+from contratile.engine.stats import SideParts, Taught, accumulation_dtype, take
 from contratile.ring.ring import Ring, RingPass
+
+ROWS = 1024
+"""Positives that are multiplied at once."""
 
 
 class KeyBlock(NamedTuple):
@@ -43,6 +46,15 @@ class KeyBlock(NamedTuple):
     sums_grad: Tensor | None = None
     """Backward only: the keys' log-sum-exps, and the gradients of these and of their class sums."""
 
+    teacher: Tensor | None = None
+    centre: Tensor | None = None
+    teacher_lse: Tensor | None = None
+    teacher_grad: Tensor | None = None
+    """The teacher's features; forward only, `stats.Taught.centre`; backward only, as `lse` and `grad`."""
+
+    guide: Tensor | None = None
+    guide_level: Tensor | None = None
+
 
 class KeyGrad(NamedTuple):
     """The gradients of a block of keys and of their biases, as they travel back to their owner."""
@@ -56,6 +68,17 @@ class KeyGrad(NamedTuple):
                 mine.add_(theirs)
 
 
+class Own(NamedTuple):
+    """Numbers of this rank's queries that tiles compare theirs with."""
+
+    centre: Tensor | None = None
+    teacher_pos: Tensor | None = None
+    guide_level: Tensor | None = None
+
+
+NOTHING = Own()
+
+
 def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     """One trip round the ring. The cache, if asked for, is empty where nothing fits into it."""
     spec = _resolved(spec, x)
@@ -64,9 +87,23 @@ def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     items = cached_items(ring, x, spec)
     cache = reserve.take(sum(items), alpha) if spec.cache_bytes else None
     caches = _pieces(cache, items)
-    mine = KeyBlock(x.keys, x.key_ids, x.key_classes, bias=_key_bias(x, spec, alpha))
+    mine = _block(x, spec, alpha)._replace(classes=x.key_classes)
     level = x.query_level
     tiles = registry.choose(x, spec)
+    centre, teacher_pos = _centres(x, alpha), None if x.teacher_query is None or pos is None else torch.zeros_like(pos)
+    guide_level = x.guide_level
+    if x.guide_query is not None and pos is not None:
+        guide_level = torch.zeros_like(pos)
+        home = _scores(ring, ring.team.rank, x, mine, spec, alpha, None, level)
+        assert home.guide is not None
+        with library_products(spec.precision, x.query):
+            torch_tiles.guide_positives(home, home.guide, guide_level)
+    if spec.cols:
+        mine = mine._replace(
+            centre=None if centre is None else _by_key(centre, x, spec, otherwise=0.0),
+            guide_level=None if guide_level is None else _by_key(guide_level, x, spec, otherwise=torch.inf),
+        )
+    own = Own(centre, teacher_pos, guide_level)
     if spec.compares and pos is not None:
         level = torch.zeros_like(pos)
         home = _scores(ring, ring.team.rank, x, mine, spec, alpha, None, level)
@@ -78,7 +115,7 @@ def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     rows: SideParts | None = None
     for block in trip:
         visitor = block.carried
-        scores = _scores(ring, block.source, x, visitor, spec, alpha, next(caches), level)
+        scores = _scores(ring, block.source, x, visitor, spec, alpha, next(caches), level, own)
         reads = pos if block.home and not spec.compares else None
         with library_products(spec.precision, x.query):
             new_rows, cols = tiles.forward(scores, spec, reads)
@@ -91,12 +128,15 @@ def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
             rows.merge_(new_rows)
     assert rows is not None
     row_term, col_term = _terms(pos, x, spec)
+    row_taught, col_taught = _taught(x, spec, own, mine)
     return PairStats(
-        row=rows.finish(row_term) if spec.rows else SideStats(),
-        col=SideStats() if trip.home is None else trip.home.finish(col_term),
+        row=rows.finish(row_term, row_taught) if spec.rows else SideStats(),
+        col=SideStats() if trip.home is None else trip.home.finish(col_term, col_taught),
         pos=pos,
         level=level if spec.compares and pos is not None else None,
         cache=cache,
+        teacher_pos=teacher_pos,
+        guide_level=guide_level if pos is not None else None,
     )
 
 
@@ -119,16 +159,28 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
     dbias = alpha.new_zeros(()) if wanted.bias else None
     caches = _pieces(results.cache, cached_items(ring, x, spec))
     level = x.query_level if results.level is None else results.level
+    guide_level = x.guide_level if results.guide_level is None else results.guide_level
+    if guide_level is not None:
+        level = guide_level
+    compared = spec.filters or guide_level is not None
     tiles = registry.choose(x, spec)
     row = _side_grad(results.row, grads.row, spec, level)
     # A visitor's rows are this rank's columns if the scores are symmetric.
     col = row if symmetric else _side_grad(results.col, grads.col, spec, None)
     col_sums_grad = grads.row.sums if symmetric else grads.col.sums
-    if col is None:
-        mine = KeyBlock(x.keys, x.key_ids, bias=_key_bias(x, spec, alpha))
-    else:
-        col_level = _by_key(level, x, spec, otherwise=torch.inf) if level is not None and spec.filters else None
-        mine = KeyBlock(x.keys, x.key_ids, None, col_level, _key_bias(x, spec, alpha), col.lse, col.grad)
+    mine = _block(x, spec, alpha)
+    if col is not None:
+        col_level = (
+            None
+            if level is None or not compared
+            else level
+            if symmetric
+            else _by_key(level, x, spec, otherwise=torch.inf)
+        )
+        mine = mine._replace(level=col_level, lse=col.lse, grad=col.grad)
+    row_taught, col_taught = _teacher_grad(results.row, grads.row), _teacher_grad(results.col, grads.col)
+    if col_taught is not None:
+        mine = mine._replace(teacher_lse=col_taught.lse, teacher_grad=col_taught.grad)
     if grads.row.sums is not None or col_sums_grad is not None:
         mine = mine._replace(classes=x.key_classes, sums_grad=col_sums_grad)
     trip: RingPass[KeyBlock, KeyGrad] = RingPass(ring, mine)
@@ -141,6 +193,10 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
             theirs = SideGrad(visitor.lse, visitor.grad, visitor.level)
         pos_grad = grads.pos if block.home else None
         given = Given(row, theirs, results.pos, pos_grad, grads.row.sums, visitor.sums_grad)
+        if results.teacher_pos is not None:
+            theirs = None if visitor.teacher_grad is None else SideGrad(visitor.teacher_lse, visitor.teacher_grad, None)
+            if row_taught is not None or theirs is not None:
+                given = given._replace(teacher=Taughts(row_taught, theirs, results.teacher_pos))
         dk = block.zeros(x.query, alpha.dtype) if wanted.key and not symmetric else None
         dkey_bias = block.zeros(x.key_bias, alpha.dtype) if wanted.key_bias and x.key_bias is not None else None
         if dk is not None or dkey_bias is not None:
@@ -167,6 +223,42 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
         bias=None if dbias is None or x.bias is None else dbias.to(x.bias.dtype),
         key_bias=None if of_keys.dbias is None or x.key_bias is None else of_keys.dbias.to(x.key_bias.dtype),
     )
+
+
+def _block(x: Inputs, spec: Spec, alpha: Tensor) -> KeyBlock:
+    """What of this rank's keys travels in both passes."""
+    bias = _key_bias(x, spec, alpha)
+    return KeyBlock(x.keys, x.key_ids, bias=bias, teacher=x.teacher_key, guide=x.guide_keys)
+
+
+def _centres(x: Inputs, alpha: Tensor) -> Tensor | None:
+    """With a teacher, for each query a number near its positive's score: its product, summed in another order."""
+    if x.teacher_query is None:
+        return None
+    assert x.labels is not None and x.key is not None, "a teacher needs positives"
+    found = torch.empty_like(x.labels, dtype=alpha.dtype)
+    for start in range(0, len(found), ROWS):
+        at = slice(start, start + ROWS)
+        positives = take(x.key, x.labels[at]).to(alpha.dtype)
+        torch.sum(positives.mul_(x.query[at]), 1, out=found[at])
+    return found.mul_(alpha)
+
+
+def _taught(x: Inputs, spec: Spec, own: Own, mine: KeyBlock) -> tuple[Taught | None, Taught | None]:
+    """What the statistics of rows and columns need at the end."""
+    if own.centre is None or own.teacher_pos is None:
+        return None, None
+    row = Taught(own.centre, own.teacher_pos)
+    if mine.centre is None:
+        return row, None
+    return row, Taught(mine.centre, _by_key(own.teacher_pos, x, spec, otherwise=-torch.inf))
+
+
+def _teacher_grad(side: SideStats, grad: SideStats) -> SideGrad | None:
+    if grad.cross is None:
+        return None
+    assert side.teacher_slack is not None
+    return SideGrad(side.teacher, grad.cross * side.teacher_slack, None)
 
 
 def _key_bias(x: Inputs, spec: Spec, alpha: Tensor) -> Tensor | None:
@@ -198,6 +290,7 @@ def _scores(
     alpha: Tensor,
     cache: Tensor | None,
     level: Tensor | None,
+    own: Own = NOTHING,
 ) -> Scores:
     """The scores of this rank's queries with a visitor's keys."""
     home = source == ring.team.rank
@@ -221,7 +314,23 @@ def _scores(
         key_classes=visitor.classes,
         folded=folded,
         col_bias=visitor.bias,
+        teacher=_teacher(x, visitor, spec, own, home=home),
+        guide=_guide(x, visitor, alpha, own),
     )
+
+
+def _teacher(x: Inputs, visitor: KeyBlock, spec: Spec, own: Own, *, home: bool) -> Beside | None:
+    if x.teacher_query is None or visitor.teacher is None or x.teacher_scale is None:
+        return None
+    factor = _alpha(x.teacher_scale, spec, accumulation_dtype(x.query.dtype))
+    pos = own.teacher_pos if home else None
+    return Beside(x.teacher_query, visitor.teacher, factor, own.centre, visitor.centre, pos)
+
+
+def _guide(x: Inputs, visitor: KeyBlock, alpha: Tensor, own: Own) -> Beside | None:
+    if x.guide_query is None or visitor.guide is None:
+        return None
+    return Beside(x.guide_query, visitor.guide, torch.ones_like(alpha), own.guide_level, visitor.guide_level)
 
 
 def _terms(pos: Tensor | None, x: Inputs, spec: Spec) -> tuple[Tensor | None, Tensor | None]:

@@ -19,6 +19,22 @@ from contratile.engine.spec import Spec
 from contratile.engine.stats import SideParts
 
 
+class Beside(NamedTuple):
+    """Features of another model, whose products tiles look at beside the scores."""
+
+    q: Tensor
+    k: Tensor
+    factor: Tensor
+    """0-d: multiplies the products."""
+
+    row: Tensor | None
+    col: Tensor | None
+    """Of a teacher, the centres of rows and columns (`stats.Taught`). Of a guide, its products of their positives."""
+
+    pos: Tensor | None = None
+    """Receives the teacher's scores of the rows' positives in the forward pass."""
+
+
 class Scores(NamedTuple):
     """What the scores of a block are made of, and how they are cut into tiles."""
 
@@ -50,6 +66,12 @@ class Scores(NamedTuple):
 
     folded: bool = True
     """Multiply alpha into the queries. Otherwise it is multiplied into each tile, after products were compared."""
+
+    teacher: Beside | None = None
+    """Its softmax weighs the scores in `SideParts.cross`."""
+
+    guide: Beside | None = None
+    """Its products decide which pairs count: see `PairRule.within`."""
 
     @property
     def key(self) -> Tensor:
@@ -83,6 +105,17 @@ class Given(NamedTuple):
     row_sums: Tensor | None = None
     col_sums: Tensor | None = None
     """Gradients of the sums of scores."""
+
+    teacher: Taughts | None = None
+
+
+class Taughts(NamedTuple):
+    """What the gradients of `SideStats.cross` are made from."""
+
+    row: SideGrad | None
+    col: SideGrad | None
+    pos: Tensor
+    """The teacher's scores of the positives."""
 
 
 class Gradients(NamedTuple):
