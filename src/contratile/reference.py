@@ -4,7 +4,7 @@ This file defines what correct means. It is plain PyTorch, differentiable, works
 and knows nothing of tiles or process groups. `backend="dense"` runs its `pair_stats`.
 """
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,9 @@ Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 Ids = Tensor | tuple[Tensor, Tensor]
 SameId = Literal["exclude", "positive"]
+GuideMargin = Literal["absolute", "relative"]
+Teacher = tuple[Tensor, Tensor, Tensor | float]
+Guide = tuple[Tensor, Tensor]
 INF = float("inf")
 
 
@@ -40,8 +43,8 @@ def pair_stats(
     differ: bool = False,
     same_id: SameId = "exclude",
     without_labelled: bool = False,
-    teacher: tuple[Tensor, Tensor, Tensor | float] | None = None,
-    guide: tuple[Tensor, Tensor] | None = None,
+    teacher: Teacher | None = None,
+    guide: Guide | None = None,
     guide_level: Tensor | None = None,
     guide_margin: float = 0.0,
     guide_relative: bool = False,
@@ -60,8 +63,8 @@ def pair_stats(
     Pairs of equal id do not count unless labelled; with `same_id="positive"` they are positives too, which ranks do not
     count. `without_labelled` leaves the labelled pairs out of the sums. With `margin`, products above the positive's
     product minus `margin` are dropped, for rows and columns separately. Products are compared before the scale (negated
-    if the scale is negative), so that exact ties stay ties. With a `guide`, pairs are dropped the same way by its products:
-    those above the positive's minus `guide_margin` (times its absolute value if `guide_relative`).
+    if the scale is negative), so that exact ties stay ties. With a `guide`, pairs are dropped in the same way by its
+    products: those above the positive's minus `guide_margin` (times its absolute value if `guide_relative`).
     """
     key = query if key is None else key
     products = query @ key.T
@@ -165,10 +168,20 @@ def cross_entropies(
     hard_bias: Tensor | None = None,
     margin: float | None = None,
     label_smoothing: float = 0.0,
+    teacher: Teacher | None = None,
+    teacher_weight: float = 1.0,
+    teacher_temperature: float = 1.0,
+    guide: Guide | None = None,
+    extra_guide: Tensor | None = None,
+    hard_guide: Tensor | None = None,
+    guide_margin: float = 0.0,
+    guide_margin_strategy: GuideMargin = "absolute",
 ) -> Tensor:
     """The cross-entropy of each query against keys, extra keys and its hard negatives.
 
-    Keys of a query's id do not count, or are positives too: then the target is the mean of the positives' scores.
+    Keys of a query's id do not count, or are positives too: then the target is the mean of the positives' scores. A
+    `teacher` adds the cross-entropy between the softmax of its scores and that of these. Keys that a `guide` finds more
+    similar than the positive do not count.
     """
     blocks = [query @ key.T]
     biases = [torch.zeros_like(blocks[0]) if key_bias is None else key_bias.expand_as(blocks[0])]
@@ -199,11 +212,24 @@ def cross_entropies(
     if margin is not None:
         level = similar.gather(1, labels.unsqueeze(1))
         count = count & ((similar <= level - margin) | is_label)
+    if guide is not None:
+        seen = [guide[0] @ guide[1].T]
+        if extra_guide is not None:
+            seen.append(guide[0] @ extra_guide.T)
+        if hard_guide is not None:
+            seen.append(torch.einsum("nd,nhd->nh", guide[0], hard_guide))
+        level = seen[0].gather(1, labels.unsqueeze(1))
+        limit = guide_limit(level, guide_margin, relative=guide_margin_strategy == "relative")
+        count = count & ((torch.cat(seen, 1) <= limit) | is_label)
     scores = scale * similar + torch.cat(biases, 1)
     lse = scores.masked_fill(~count, -INF).logsumexp(1)
     mean = (scores * count).sum(1) / count.sum(1)
     pos = (scores * is_pos).sum(1) / is_pos.sum(1)
-    return lse - (1 - label_smoothing) * pos - label_smoothing * mean
+    losses = lse - (1 - label_smoothing) * pos - label_smoothing * mean
+    if teacher is None:
+        return losses
+    target = (teacher[2] / teacher_temperature * teacher[0] @ teacher[1].T).masked_fill(~count, -INF).softmax(1)
+    return losses - teacher_weight * (target * (scores - lse.unsqueeze(1)).masked_fill(~count, 0)).sum(1)
 
 
 def clip_loss(
@@ -216,18 +242,39 @@ def clip_loss(
     margin: float | None = None,
     label_smoothing: float = 0.0,
     weights: Tensor | None = None,
+    teacher: Teacher | None = None,
+    teacher_weight: float = 1.0,
+    teacher_temperature: float = 1.0,
+    guide: Guide | None = None,
+    guide_margin: float = 0.0,
+    guide_margin_strategy: GuideMargin = "absolute",
     reduction: Reduction = "mean",
     **negatives: Tensor | None,
 ) -> Tensor:
     """Half the cross-entropy of each image against all texts plus half that of each text against all images.
 
-    `negatives` belong to the images: extra_keys, extra_ids, hard_negatives, hard_mask, and the biases of texts.
+    `negatives` belong to the images: extra_keys, extra_ids, hard_negatives, hard_mask, their guide features, and the
+    biases of texts.
     """
     labels = torch.arange(len(image), device=image.device)
     of_images, of_texts = ids if isinstance(ids, tuple) else (ids, ids)
-    options = {"same_id": same_id, "margin": margin, "label_smoothing": label_smoothing}
-    rows = cross_entropies(image, text, scale, labels, query_ids=of_images, key_ids=of_texts, **options, **negatives)  # type: ignore[arg-type]  # one name for several types
-    cols = cross_entropies(text, image, scale, labels, query_ids=of_texts, key_ids=of_images, **options)  # type: ignore[arg-type]
+    options: dict[str, Any] = {
+        "same_id": same_id,
+        "margin": margin,
+        "label_smoothing": label_smoothing,
+        "teacher_weight": teacher_weight,
+        "teacher_temperature": teacher_temperature,
+        "guide_margin": guide_margin,
+        "guide_margin_strategy": guide_margin_strategy,
+    }
+    of_rows: dict[str, Any] = {**negatives, "query_ids": of_images, "key_ids": of_texts}
+    rows = cross_entropies(image, text, scale, labels, **of_rows, **options, teacher=teacher, guide=guide)
+    if teacher is not None:
+        teacher = teacher[1], teacher[0], teacher[2]
+    if guide is not None:
+        guide = guide[1], guide[0]
+    of_cols: dict[str, Any] = {"query_ids": of_texts, "key_ids": of_images}
+    cols = cross_entropies(text, image, scale, labels, **of_cols, **options, teacher=teacher, guide=guide)
     return reduce_rows((rows + cols) / 2, reduction, weights)
 
 
@@ -244,7 +291,7 @@ def info_nce(
     label_smoothing: float = 0.0,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    **negatives: Tensor | None,
+    **more: Any,
 ) -> Tensor:
     """Cross-entropy of each query against all keys; `labels` (default: 0, 1, 2, ...) index the positives."""
     labels = torch.arange(len(query), device=query.device) if labels is None else labels
@@ -255,7 +302,7 @@ def info_nce(
         "margin": margin,
         "label_smoothing": label_smoothing,
     }
-    rows = cross_entropies(query, key, scale, labels, query_ids=of_queries, key_ids=of_keys, **options, **negatives)  # type: ignore[arg-type]
+    rows = cross_entropies(query, key, scale, labels, query_ids=of_queries, key_ids=of_keys, **options, **more)  # type: ignore[arg-type]  # one name for several types
     return reduce_rows(rows, reduction, weights)
 
 

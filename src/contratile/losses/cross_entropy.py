@@ -19,6 +19,7 @@ from contratile.engine.spec import Inputs, PairStats, SideStats, Spec
 from contratile.losses.batch_stats import BatchStats, Tally, batch_stats
 from contratile.losses.hard_negatives import own_products
 from contratile.losses.options import PairOptions, Rings
+from contratile.reference import guide_limit
 from contratile.ring.ring import Ring
 
 
@@ -28,6 +29,8 @@ class Losses(NamedTuple):
     per_pair: Tensor
     stats: PairStats
     batch: BatchStats | None
+    distill: Tensor | None = None
+    """Per pair: the weighted cross-entropy with a teacher's softmax, not part of `per_pair`."""
 
 
 def cross_entropies(
@@ -37,7 +40,6 @@ def cross_entropies(
     if options.margin is not None:
         spec = spec._replace(margin=float(options.margin))
     spec = spec._replace(same_id=options.same_id)
-    own, extra = _shared_cache(spec, rings)
     proxy = None
     if options.several_sources and spec.backend != "dense":
         proxy = stand_in(query)
@@ -53,6 +55,11 @@ def cross_entropies(
         key_ids=key_ids,
         stand_in=proxy,
     )
+    x = _with_models(x, options)
+    spec = spec._replace(
+        guide_margin=float(options.guide_margin), guide_relative=options.guide_margin_strategy == "relative"
+    )
+    own, extra = _shared_cache(spec, rings)
     spared = None
     if query_ids is not None and key_ids is not None and not options.several_positives:
         spared = query_ids == key_ids[labels]
@@ -73,11 +80,36 @@ def cross_entropies(
     losses = _loss(rows, stats.pos, options)
     if cols is not None:
         losses = losses + _loss(cols, stats.pos, options)
+    distill = None if options.teacher is None else _distill(stats, spec, options)
     if not options.return_stats:
-        return Losses(losses, stats, None)
+        return Losses(losses, stats, None, distill)
     negatives = _negatives(x, rows, stats, options, rings) if options.several_positives else None
     stats = stats._replace(pos=_without_bias(stats, x))
-    return Losses(losses, stats, batch_stats(rows, cols, stats, rings.keys.team, negatives))
+    return Losses(losses, stats, batch_stats(rows, cols, stats, rings.keys.team, negatives), distill)
+
+
+def _with_models(x: Inputs, options: PairOptions) -> Inputs:
+    """With the features of a teacher and a guide."""
+    if options.teacher is not None:
+        query, key, scale = options.teacher
+        scale = as_tensor(scale, query) / options.teacher_temperature
+        x = x._replace(teacher_query=query, teacher_key=key, teacher_scale=scale)
+    if options.guide is not None:
+        x = x._replace(guide_query=options.guide[0], guide_key=options.guide[1])
+    return x
+
+
+def _distill(stats: PairStats, spec: Spec, options: PairOptions) -> Tensor:
+    """Per pair the cross-entropies with the teacher: log-sum-exps minus mean scores under its softmax.
+
+    Both are taken from the positive's score, as a constant.
+    """
+    assert stats.pos is not None
+    pos, found = stats.pos.detach(), []
+    for side in (stats.row, stats.col) if spec.cols else (stats.row,):
+        assert side.cross is not None
+        found.append(lifted(lse_above(pos, side, floor=False) - side.cross))
+    return sum(found[1:], found[0]) * options.teacher_weight
 
 
 def _positives_alone(x: Inputs, spec: Spec, options: PairOptions) -> tuple[PairStats, Tally]:
@@ -90,6 +122,9 @@ def _positives_alone(x: Inputs, spec: Spec, options: PairOptions) -> tuple[PairS
     if x.key_bias is not None:
         pos = pos + stats.of_nats(x.key_bias.to(pos.dtype).index_select(0, x.labels))
     level = products.detach() * torch.where(x.scale < 0, -1, 1) if spec.compares else None
+    if x.guide_query is not None and x.guide_key is not None:
+        of_guide = own_products(x.guide_query, x.guide_key.index_select(0, x.labels).unsqueeze(1)).squeeze(1)
+        stats = stats._replace(guide_level=of_guide)
     tally = Tally(torch.zeros_like(pos), pos, torch.ones_like(pos), torch.zeros_like(pos))
     return stats._replace(pos=pos, level=level), _without_positives(tally) if options.several_positives else tally
 
@@ -168,6 +203,8 @@ def _extra_keys(x: Inputs, stats: PairStats, options: PairOptions, spec: Spec, r
         query_ids=x.query_ids if given else None,
         key_ids=options.extra_ids.long() if options.extra_ids is not None else None,
         query_level=stats.level,
+        guide_key=options.extra_guide,
+        guide_level=stats.guide_level,
     )
     found = pair_stats(ring, more, _with_sums(more, spec._replace(cols=False), options))
     tally = _tally(found.row, stats.pos, None, own=False)
@@ -220,6 +257,11 @@ def _hard_negatives(x: Inputs, stats: PairStats, options: PairOptions, hard: Ten
         higher = (counts & (rising > stats.level.unsqueeze(1))).sum(1) if options.return_stats else None
         if options.margin is not None:
             counts = counts & (rising <= stats.level.unsqueeze(1) - options.margin)
+    if stats.guide_level is not None and options.guide is not None and options.hard_guide is not None:
+        limit = guide_limit(
+            stats.guide_level, options.guide_margin, relative=options.guide_margin_strategy == "relative"
+        )
+        counts = counts & (own_products(options.guide[0], options.hard_guide) <= limit.unsqueeze(1))
     # A finite floor, not -inf: a query whose every negative is masked has a gradient of 0 here, not NaN.
     if options.hard_bias is not None:
         scores = scores + stats.of_nats(options.hard_bias.to(scores.dtype))

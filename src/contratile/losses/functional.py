@@ -6,7 +6,7 @@ also for 16-bit features; gradients have the dtype of the tensors they belong to
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -14,12 +14,20 @@ from torch import Tensor
 from contratile.engine.autograd import pair_stats
 from contratile.engine.backends import Backend
 from contratile.engine.backends.precision import Precision
-from contratile.engine.spec import Inputs, SameId, Spec
+from contratile.engine.spec import GuideMargin, Inputs, SameId, Spec
 from contratile.errors import bad_value, check_labels, check_pairs, check_temperature, check_vector
 from contratile.keywords import known_keywords
 from contratile.losses.batch_stats import BatchStats, Tally, batch_stats
-from contratile.losses.cross_entropy import as_tensor, class_losses, cross_entropies, lse_above, sigmoid_stats
-from contratile.losses.options import Call, Ids, PairOptions
+from contratile.losses.beside import Guide, LossTerms, Teacher
+from contratile.losses.cross_entropy import (
+    Losses,
+    as_tensor,
+    class_losses,
+    cross_entropies,
+    lse_above,
+    sigmoid_stats,
+)
+from contratile.losses.options import Call, Ids, PairOptions, Rings
 from contratile.reference import Reduction
 from contratile.ring.nodes import RingKind
 from contratile.ring.team import Group
@@ -62,6 +70,14 @@ class PairKeywords(Keywords, total=False):
     margin: float | None
     label_smoothing: float
     weights: Tensor | None
+    teacher: Teacher | None
+    teacher_weight: float
+    teacher_temperature: float
+    guide: Guide | None
+    guide_margin: float
+    guide_margin_strategy: GuideMargin
+    extra_guide: Tensor | None
+    hard_guide: Tensor | None
 
 
 @known_keywords
@@ -130,6 +146,7 @@ def clip_loss(
     scale: Tensor | float = 1.0,
     *,
     return_stats: Literal[False] = False,
+    return_terms: Literal[False] = False,
     **keywords: Unpack[PairKeywords],
 ) -> Tensor: ...
 @overload
@@ -139,8 +156,29 @@ def clip_loss(
     scale: Tensor | float = 1.0,
     *,
     return_stats: Literal[True],
+    return_terms: Literal[False] = False,
     **keywords: Unpack[PairKeywords],
 ) -> tuple[Tensor, BatchStats]: ...
+@overload
+def clip_loss(
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor | float = 1.0,
+    *,
+    return_stats: Literal[False] = False,
+    return_terms: Literal[True],
+    **keywords: Unpack[PairKeywords],
+) -> tuple[Tensor, LossTerms]: ...
+@overload
+def clip_loss(
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor | float = 1.0,
+    *,
+    return_stats: Literal[True],
+    return_terms: Literal[True],
+    **keywords: Unpack[PairKeywords],
+) -> tuple[Tensor, LossTerms, BatchStats]: ...
 @known_keywords
 def clip_loss(
     image: Tensor,
@@ -159,7 +197,16 @@ def clip_loss(
     margin: float | None = None,
     label_smoothing: float = 0.0,
     weights: Tensor | None = None,
+    teacher: Teacher | None = None,
+    teacher_weight: float = 1.0,
+    teacher_temperature: float = 1.0,
+    guide: Guide | None = None,
+    guide_margin: float = 0.0,
+    guide_margin_strategy: GuideMargin = "absolute",
+    extra_guide: Tensor | None = None,
+    hard_guide: Tensor | None = None,
     return_stats: bool = False,
+    return_terms: bool = False,
     group: Group = "auto",
     reduction: Reduction = "mean",
     backend: Backend = "auto",
@@ -167,7 +214,7 @@ def clip_loss(
     cache_bytes: int = 0,
     precision: Precision | None = None,
     ring: RingKind = "auto",
-) -> Tensor | tuple[Tensor, BatchStats]:
+) -> Tensor | tuple[Any, ...]:
     """CLIP's symmetric contrastive loss over pairs (image_i, text_i). Replaces
 
         logits = scale * image @ text.T
@@ -199,7 +246,26 @@ def clip_loss(
             false negatives.
         label_smoothing: Share of the target that is spread evenly over all keys that count.
         weights: [N] weights of the pairs; the mean is sum(w * loss) / sum(w) over all ranks.
+        teacher: (image [N, T], text [N, T], scale) of a frozen model. Adds, for both directions, the cross-entropy
+            between the softmax of its scores and that of these, as open_clip's DistillClipLoss: with S the scores here,
+
+                target = (teacher_scale / teacher_temperature * teacher_image @ teacher_text.T).softmax(1)
+                distill = -(target * S.log_softmax(1)).sum(1)
+                loss = contrastive + teacher_weight * distill
+
+            It has no gradient. Not together with extra keys, hard negatives, margin, smoothing or several positives.
+        teacher_weight: Factor of that term.
+        teacher_temperature: Divides the teacher's scores alone: above 1 its targets are softer. The temperature of the
+            scores here is 1 / scale.
+        guide: (image [N, G], text [N, G]) of a frozen model that drops false negatives, as GISTEmbed does: pairs that
+            it finds more similar than the positive do not count, for each direction by its own positive.
+        guide_margin: Drop pairs with a product of the guide above positive - margin instead.
+        guide_margin_strategy: "absolute", or "relative": above positive - margin * abs(positive).
+        extra_guide: [E, G] the guide's features of the extra keys.
+        hard_guide: [N, H, G] the same of the hard negatives.
         return_stats: Return (loss, `BatchStats`) with top-1 accuracy, ranks and mean logits.
+        return_terms: Return (loss, `LossTerms`): the contrastive and the distillation term. With both, (loss, terms,
+            statistics).
         group: "auto" (the default process group if one is initialised), None (this process alone) or a process group.
             Over several ranks the loss and its backward are collective: every rank calls both.
         reduction: "mean", "sum" or "none" (one value per local pair). Over ranks "mean" is world_size / N_total times
@@ -215,7 +281,7 @@ def clip_loss(
             places of the nodes) or "auto" ("nodes" if the group has several nodes of equal size).
 
     Returns:
-        The loss in fp32 (fp64 for fp64 features), or (loss, BatchStats).
+        The loss in fp32 (fp64 for fp64 features), or a tuple that starts with it.
 
     Raises:
         ValueError: A shape, label or option cannot be used.
@@ -231,6 +297,8 @@ def clip_loss(
         *(ids, same_id, extra_keys, extra_ids, hard_negatives, hard_mask),
         *(margin, label_smoothing, weights, return_stats),
         *(True, key_bias, extra_bias, hard_bias),
+        *(teacher, teacher_weight, teacher_temperature, return_terms),
+        *(guide, guide_margin, guide_margin_strategy, extra_guide, hard_guide),
     )
     spec = Spec(
         paired=True,
@@ -250,8 +318,7 @@ def clip_loss(
     rings = call.start(group, check)
     labels = torch.arange(image.shape[0], device=image.device)
     losses = cross_entropies(image, text, scale, labels, options, spec, rings)
-    loss = call.reduce(losses.per_pair, losses.stats, rings.keys, share=0.5)
-    return loss if losses.batch is None else (loss, losses.batch)
+    return _answer(call, losses, rings, share=0.5)
 
 
 @overload
@@ -263,6 +330,7 @@ def info_nce(
     labels: Tensor | None = None,
     in_batch_negatives: bool = True,
     return_stats: Literal[False] = False,
+    return_terms: Literal[False] = False,
     **keywords: Unpack[PairKeywords],
 ) -> Tensor: ...
 @overload
@@ -274,8 +342,33 @@ def info_nce(
     labels: Tensor | None = None,
     in_batch_negatives: bool = True,
     return_stats: Literal[True],
+    return_terms: Literal[False] = False,
     **keywords: Unpack[PairKeywords],
 ) -> tuple[Tensor, BatchStats]: ...
+@overload
+def info_nce(
+    query: Tensor,
+    key: Tensor,
+    scale: Tensor | float = 1.0,
+    *,
+    labels: Tensor | None = None,
+    in_batch_negatives: bool = True,
+    return_stats: Literal[False] = False,
+    return_terms: Literal[True],
+    **keywords: Unpack[PairKeywords],
+) -> tuple[Tensor, LossTerms]: ...
+@overload
+def info_nce(
+    query: Tensor,
+    key: Tensor,
+    scale: Tensor | float = 1.0,
+    *,
+    labels: Tensor | None = None,
+    in_batch_negatives: bool = True,
+    return_stats: Literal[True],
+    return_terms: Literal[True],
+    **keywords: Unpack[PairKeywords],
+) -> tuple[Tensor, LossTerms, BatchStats]: ...
 @known_keywords
 def info_nce(
     query: Tensor,
@@ -296,7 +389,16 @@ def info_nce(
     margin: float | None = None,
     label_smoothing: float = 0.0,
     weights: Tensor | None = None,
+    teacher: Teacher | None = None,
+    teacher_weight: float = 1.0,
+    teacher_temperature: float = 1.0,
+    guide: Guide | None = None,
+    guide_margin: float = 0.0,
+    guide_margin_strategy: GuideMargin = "absolute",
+    extra_guide: Tensor | None = None,
+    hard_guide: Tensor | None = None,
     return_stats: bool = False,
+    return_terms: bool = False,
     group: Group = "auto",
     reduction: Reduction = "mean",
     backend: Backend = "auto",
@@ -304,7 +406,7 @@ def info_nce(
     cache_bytes: int = 0,
     precision: Precision | None = None,
     ring: RingKind = "auto",
-) -> Tensor | tuple[Tensor, BatchStats]:
+) -> Tensor | tuple[Any, ...]:
     """InfoNCE: cross-entropy of each query against all keys. Replaces
 
         return F.cross_entropy(scale * query @ key.T, labels)
@@ -337,7 +439,26 @@ def info_nce(
             false negatives.
         label_smoothing: Share of the target that is spread evenly over all keys that count.
         weights: [N] weights of the queries; the mean is sum(w * loss) / sum(w) over all ranks.
+        teacher: (query [N, T], key [M, T], scale) of a frozen model. Adds the cross-entropy between the softmax of its
+            scores and that of these, S:
+
+                target = (teacher_scale / teacher_temperature * teacher_query @ teacher_key.T).softmax(1)
+                distill = -(target * S.log_softmax(1)).sum(1)
+                loss = contrastive + teacher_weight * distill
+
+            It has no gradient. Not together with extra keys, hard negatives, margin, smoothing or several positives.
+        teacher_weight: Factor of that term.
+        teacher_temperature: Divides the teacher's scores alone: above 1 its targets are softer. The temperature of the
+            scores here is 1 / scale.
+        guide: (query [N, G], key [M, G]) of a frozen model that drops false negatives, as GISTEmbed does: keys that it
+            finds more similar than the positive do not count.
+        guide_margin: Drop keys with a product of the guide above positive - margin instead.
+        guide_margin_strategy: "absolute", or "relative": above positive - margin * abs(positive).
+        extra_guide: [E, G] the guide's features of the extra keys.
+        hard_guide: [N, H, G] the same of the hard negatives.
         return_stats: Return (loss, `BatchStats`) with top-1 accuracy, ranks and mean logits.
+        return_terms: Return (loss, `LossTerms`): the contrastive and the distillation term. With both, (loss, terms,
+            statistics).
         group: "auto" (the default process group if one is initialised), None (this process alone) or a process group.
             Over several ranks the loss and its backward are collective: every rank calls both.
         reduction: "mean", "sum" or "none" (one value per local query). Over ranks "mean" is world_size / N_total times
@@ -353,7 +474,7 @@ def info_nce(
             places of the nodes) or "auto" ("nodes" if the group has several nodes of equal size).
 
     Returns:
-        The loss in fp32 (fp64 for fp64 features), or (loss, BatchStats).
+        The loss in fp32 (fp64 for fp64 features), or a tuple that starts with it.
 
     Raises:
         ValueError: A shape, label or option cannot be used.
@@ -369,6 +490,8 @@ def info_nce(
         *(ids, same_id, extra_keys, extra_ids, hard_negatives, hard_mask),
         *(margin, label_smoothing, weights, return_stats, in_batch_negatives),
         *(key_bias, extra_bias, hard_bias),
+        *(teacher, teacher_weight, teacher_temperature, return_terms),
+        *(guide, guide_margin, guide_margin_strategy, extra_guide, hard_guide),
     )
     paired = labels is None
     spec = Spec(
@@ -396,8 +519,25 @@ def info_nce(
     rings = call.start(group, check)
     labels = torch.arange(len(query), device=query.device) if labels is None else labels.long()
     losses = cross_entropies(query, key, scale, labels, options, spec, rings)
-    loss = call.reduce(losses.per_pair, losses.stats, rings.keys)
-    return loss if losses.batch is None else (loss, losses.batch)
+    return _answer(call, losses, rings)
+
+
+def _answer(call: Call, losses: Losses, rings: Rings, share: float = 1.0) -> Tensor | tuple[Any, ...]:
+    """The loss, followed by its terms and the statistics where they are asked for."""
+    per_pair, options = losses.per_pair, call.options
+    assert options is not None
+    more: list[Any] = []
+    if options.return_terms:
+        assert losses.distill is not None
+        terms = (call.reduce(x, losses.stats, rings.keys, share=share) for x in (per_pair, losses.distill))
+        more.append(LossTerms(*terms))
+        loss = more[0].contrastive + more[0].distill
+    else:
+        per_pair = per_pair if losses.distill is None else per_pair + losses.distill
+        loss = call.reduce(per_pair, losses.stats, rings.keys, share=share)
+    if losses.batch is not None:
+        more.append(losses.batch)
+    return (loss, *more) if more else loss
 
 
 @overload

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from contratile.engine.backends import BACKENDS, registry
 from contratile.engine.backends.precision import PRECISIONS
-from contratile.engine.spec import SAME_ID, PairStats, SameId, Spec
+from contratile.engine.spec import SAME_ID, GuideMargin, PairStats, SameId, Spec
 from contratile.errors import (
     bad_type,
     bad_value,
@@ -24,6 +24,7 @@ from contratile.errors import (
     check_transform,
     check_vector,
 )
+from contratile.losses.beside import Guide, Teacher, check_guide, check_teacher, features_of
 from contratile.losses.normalized import look_once
 from contratile.reference import REDUCTIONS, Reduction
 from contratile.ring.nodes import RINGS, Home, here, schedule_for
@@ -90,6 +91,7 @@ class Call(NamedTuple):
         spec = self.spec
         names = "extra_keys", "hard_negatives", "key_bias", "extra_bias", "hard_bias"
         more = [getattr(self.options, name, None) for name in names]
+        more += [] if self.options is None else features_of(self.options)
         check_transform(self.name, spec.backend, (*self.features.values(), *self.numbers.values(), *more))
         check_features(self.features, empty=team.size > 1)
         check_choice("reduction", self.reduction, REDUCTIONS)
@@ -159,6 +161,15 @@ class PairOptions(NamedTuple):
     key_bias: Tensor | None = None
     extra_bias: Tensor | None = None
     hard_bias: Tensor | None = None
+    teacher: Teacher | None = None
+    teacher_weight: float = 1.0
+    teacher_temperature: float = 1.0
+    return_terms: bool = False
+    guide: Guide | None = None
+    guide_margin: float = 0.0
+    guide_margin_strategy: GuideMargin = "absolute"
+    extra_guide: Tensor | None = None
+    hard_guide: Tensor | None = None
 
     @property
     def several_sources(self) -> bool:
@@ -190,6 +201,8 @@ class PairOptions(NamedTuple):
         self._check_biases(query, key)
         self._check_margin(scale)
         self._check_label_smoothing()
+        check_teacher(self, query, key)
+        check_guide(self, query, key)
         if self.weights is not None:
             check_weights(self.weights, len(query), query.device)
 
@@ -323,7 +336,13 @@ class PairOptions(NamedTuple):
         names = "ids", "extra_keys", "extra_ids", "weights", "key_bias", "extra_bias"
         used = [name for name in names if getattr(self, name) is not None]
         values = self.same_id, self.in_batch_negatives, self.margin, self.label_smoothing, self.return_stats
-        return " ".join([*used, *map(str, values)])
+        beside: list[object] = []
+        if self.teacher is not None:
+            beside += ["teacher", self.teacher_weight, self.teacher_temperature, self.return_terms]
+        if self.guide is not None:
+            beside += ["guide", self.guide_margin, self.guide_margin_strategy]
+        beside += [f"{x.dtype} x {x.shape[1]}" for x in features_of(self) if x.dim() == 2]
+        return " ".join([*used, *map(str, (*values, *beside))])
 
 
 def check_weights(weights: Tensor, n: int, device: torch.device) -> None:

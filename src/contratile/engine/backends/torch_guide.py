@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from contratile import reference
 from contratile.engine.backends.torch_reductions import (
     LseReader,
     LseWeights,
@@ -38,10 +39,7 @@ class Products(Protocol):
 
 def guide_limit(level: Tensor | None, spec: Spec) -> Tensor | None:
     """The highest product of the guide that counts, from that of the positive; infinite where there is none."""
-    if level is None:
-        return None
-    margin = level.abs() * spec.guide_margin if spec.guide_relative else spec.guide_margin
-    return torch.where(level.isinf(), level, level - margin)
+    return None if level is None else reference.guide_limit(level, spec.guide_margin, relative=spec.guide_relative)
 
 
 class GuidedReader(LseReader):
