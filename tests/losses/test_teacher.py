@@ -154,7 +154,10 @@ def test_teachers_that_differ_between_ranks_are_told() -> None:
         ({"teacher": (randn(N, T, seed=1), randn(N - 1, T, seed=2), 1.0)}, r"teacher\[1\]: expected 37 rows, got 36"),
         ({"teacher": (randn(N, T, seed=1), randn(N, D, seed=2), 1.0)}, "one number of features"),
         ({"teacher": (randn(N, T, seed=1).requires_grad_(), randn(N, T, seed=2), 1.0)}, "teacher.0.: .* a constant"),
-        ({"teacher": (randn(N, T, seed=1), randn(N, T, seed=2), torch.ones(()).requires_grad_())}, "teacher.2.: .*const"),
+        (
+            {"teacher": (randn(N, T, seed=1), randn(N, T, seed=2), torch.ones(()).requires_grad_())},
+            "teacher.2.: .*const",
+        ),
         ({"teacher": (randn(N, T, seed=1).double(), randn(N, T, seed=2).double(), 1.0)}, "teacher.0.: .*float64"),
         ({"teacher_weight": 2.0}, "teacher_weight: expected teacher= beside it"),
         ({"return_terms": True}, "return_terms: expected teacher= beside it"),

@@ -29,7 +29,8 @@ class LossTerms(NamedTuple):
 
 def features_of(options: PairOptions) -> list[Tensor]:
     """All tensors that other models bring."""
-    given = *(options.teacher or ()), *(options.guide or ()), options.extra_guide, options.hard_guide
+    pairs = (x for x in (options.teacher, options.guide) if isinstance(x, tuple | list))
+    given = *(x for pair in pairs for x in pair), options.extra_guide, options.hard_guide
     return [x for x in given if isinstance(x, Tensor)]
 
 
