@@ -78,7 +78,7 @@ def test_snippets_of_the_gradient_cache_run(tmp_path: Path) -> None:
 
 def test_dense_code_is_what_the_losses_compute() -> None:
     """docs/losses.md: each function there, and the options spelled out, against ours."""
-    module, dense, options, positives, queue, warning = snippets("losses.md")
+    module, dense, options, positives, queue, nested, one_product, warning = snippets("losses.md")
     given = names()
     exec(module, given)
     naive: dict[str, Any] = {"torch": torch, "F": F}
@@ -105,6 +105,11 @@ def test_dense_code_is_what_the_losses_compute() -> None:
     several = {name: given[name] for name in ("ids", "extra_keys", "extra_ids")} | {"same_id": "positive"}
     exec(positives, given)
     torch.testing.assert_close(ct.info_nce(given["query"], given["key"], scale, **several), given["loss"])
+    dims = {"ct": ct, "F": F, "matryoshka_dims": (2, 4), "matryoshka_weights": (1, 1), **given}
+    exec(nested, dims)
+    wanted = dims["loss"]
+    exec(one_product.replace("(64, 128, 256, 512, 768)", "(2, 4)"), dims)
+    torch.testing.assert_close(dims["loss"], wanted)
     exec(queue, given)
     exec(warning, given)
 

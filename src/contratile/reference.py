@@ -4,6 +4,8 @@ This file defines what correct means. It is plain PyTorch, differentiable, works
 and knows nothing of tiles or process groups. `backend="dense"` runs its `pair_stats`.
 """
 
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, Literal, get_args
 
 import torch
@@ -232,6 +234,39 @@ def cross_entropies(
     return losses - teacher_weight * (target * (scores - lse.unsqueeze(1)).masked_fill(~count, 0)).sum(1)
 
 
+def prefix(x: Tensor, dim: int, normalize: bool) -> Tensor:
+    """The first features of each row, divided by their norm."""
+    x = x[..., :dim]
+    return F.normalize(x, dim=-1) if normalize else x
+
+
+def with_dims(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Decorator: `matryoshka_dims` sums a loss over truncated rows of both sides, extra keys and hard negatives."""
+
+    @wraps(loss)
+    def call(
+        left: Tensor,
+        right: Tensor,
+        *arguments: Tensor | float,
+        matryoshka_dims: Sequence[int] | None = None,
+        matryoshka_weights: Sequence[float] | None = None,
+        matryoshka_normalize: bool = True,
+        **options: Any,
+    ) -> Tensor:
+        if matryoshka_dims is None:
+            return loss(left, right, *arguments, **options)
+        total = left.new_zeros(())
+        for dim, weight in zip(matryoshka_dims, matryoshka_weights or [1.0] * len(matryoshka_dims), strict=True):
+            cut = {name: options[name] for name in ("extra_keys", "hard_negatives") if options.get(name) is not None}
+            cut = {name: prefix(x, dim, matryoshka_normalize) for name, x in cut.items()}
+            sides = (prefix(x, dim, matryoshka_normalize) for x in (left, right))
+            total = total + weight * loss(*sides, *arguments, **{**options, **cut})
+        return total
+
+    return call
+
+
+@with_dims
 def clip_loss(
     image: Tensor,
     text: Tensor,
@@ -278,6 +313,7 @@ def clip_loss(
     return reduce_rows((rows + cols) / 2, reduction, weights)
 
 
+@with_dims
 def info_nce(
     query: Tensor,
     key: Tensor,
@@ -327,6 +363,7 @@ def sup_con(z: Tensor, labels: Tensor, temperature: Tensor | float = 0.1, *, red
     return rows.sum() / (count > 0).sum().clamp(min=1) if reduction == "mean" else reduce_rows(rows, reduction)
 
 
+@with_dims
 def siglip_loss(
     image: Tensor,
     text: Tensor,

@@ -108,3 +108,33 @@ def test_pairs_of_equal_id(loss: Any, same_id: Any) -> None:
 def test_what_equal_ids_cannot_be(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="same_id"):
         LossConfig(**options).check()
+
+
+@pytest.mark.parametrize("loss", ["clip", "infonce", "siglip"])
+def test_matryoshka_dimensions(loss: Any) -> None:
+    left, right, _, scale = parts()
+    config = LossConfig(loss=loss, same_id="negative", matryoshka_dims=(2, 4), matryoshka_weights=(1.0, 0.5))
+    bias = (torch.tensor(-3.0),) if loss == "siglip" else ()
+    found, stats, _ = batch_loss(
+        config, left, right, pair_facts(chunk(TEXTS, NAMES), "right"), scale=scale, bias=bias[0] if bias else None
+    )
+    function = {"clip": ct.clip_loss, "infonce": ct.info_nce, "siglip": ct.siglip_loss}[loss]
+    expected = function(left, right, scale, *bias, matryoshka_dims=(2, 4), matryoshka_weights=(1.0, 0.5))
+    assert torch.equal(found, expected) and stats is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss": "supcon"},
+        {"margin": 0.1},
+        {"label_smoothing": 0.1},
+        {"cache_mib": 1},
+        {"same_id": "positive"},
+        {"matryoshka_dims": (4, 4)},
+        {"matryoshka_weights": (1.0,)},
+    ],
+)
+def test_what_matryoshka_dimensions_cannot_be(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="matryoshka"):
+        LossConfig(**{"matryoshka_dims": (2, 4), **options}).check()

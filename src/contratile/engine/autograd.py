@@ -41,7 +41,7 @@ def pair_stats(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     symmetric, own = x.key is None, spec
     if symmetric and spec.cols:
         own = own._replace(rows=True, cols=False)
-    if not _wants_grad(x):
+    if not _wants_grad(x) or spec.prefixes:  # a tile of scores for each prefix would take several times the memory
         own = own._replace(cache_bytes=0)
     elif not torch.compiler.is_compiling() and _is_small(ring, x, spec):
         own = own._replace(cache_bytes=max(SMALL, spec.cache_bytes))

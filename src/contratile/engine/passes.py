@@ -3,6 +3,8 @@
     forward   scores S = scale Q K^T + bias -> statistics of rows and columns             1 matrix product
     backward  G = dL/dS -> dq = scale G k, dk = scale G^T q, dscale, dbias                3 matrix products
 
+Scores of prefixes of the features (`prefixes.py`) are parts of the same products.
+
 Blocks of keys visit (one block, if there is one process) and the backend works on each: keys and column statistics
 travel forward, keys and their gradient backward.
 """
@@ -21,14 +23,13 @@ from contratile.engine import reserve, tuned
 from contratile.engine.backends import registry, torch_tiles
 from contratile.engine.backends.block import Beside, Given, Gradients, Scores, SideGrad, Taughts
 from contratile.engine.backends.precision import library_products, resolve
+from contratile.engine.beside import centres, teacher_grad
 from contratile.engine.plan import TilePlan, plan_tiles
+from contratile.engine.prefixes import Prefixes, add_norm_grads_, reciprocal_norms
 from contratile.engine.rule import PairRule
 from contratile.engine.spec import InputGrads, Inputs, PairStats, SideStats, Spec, Wanted, number
-from contratile.engine.stats import SideParts, Taught, accumulation_dtype, take
+from contratile.engine.stats import SideParts, Taught, accumulation_dtype
 from contratile.ring.ring import Ring, RingPass
-
-ROWS = 1024
-"""Positives that are multiplied at once."""
 
 
 class KeyBlock(NamedTuple):
@@ -46,6 +47,8 @@ class KeyBlock(NamedTuple):
     sums_grad: Tensor | None = None
     """Backward only: the keys' log-sum-exps, and the gradients of these and of their class sums."""
 
+    factor: Tensor | None = None
+    """[M, prefixes] reciprocal norms, see `Spec.normalize`."""
     teacher: Tensor | None = None
     centre: Tensor | None = None
     teacher_lse: Tensor | None = None
@@ -57,10 +60,11 @@ class KeyBlock(NamedTuple):
 
 
 class KeyGrad(NamedTuple):
-    """The gradients of a block of keys and of their biases, as they travel back to their owner."""
+    """The gradients of a block of keys, of their biases and norms, as they travel back to their owner."""
 
     dk: Tensor | None
     dbias: Tensor | None = None
+    dnorm: Tensor | None = None
 
     def merge_(self, other: KeyGrad) -> None:
         for mine, theirs in zip(self, other, strict=True):
@@ -74,6 +78,8 @@ class Own(NamedTuple):
     centre: Tensor | None = None
     teacher_pos: Tensor | None = None
     guide_level: Tensor | None = None
+    factor: Tensor | None = None
+    """[N, prefixes] reciprocal norms."""
 
 
 NOTHING = Own()
@@ -83,14 +89,19 @@ def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     """One trip round the ring. The cache, if asked for, is empty where nothing fits into it."""
     spec = _resolved(spec, x)
     alpha = _alpha(x.scale, spec, accumulation_dtype(x.query.dtype))
-    pos = None if x.labels is None else alpha.new_zeros(x.query.shape[0])
+    pos = (
+        None
+        if x.labels is None
+        else alpha.new_zeros(x.query.shape[0], *([len(spec.prefixes)] if spec.prefixes else ()))
+    )
+    factors = _factors(x, spec)
     items = cached_items(ring, x, spec)
     cache = reserve.take(sum(items), alpha) if spec.cache_bytes else None
     caches = _pieces(cache, items)
-    mine = _block(x, spec, alpha)._replace(classes=x.key_classes)
+    mine = _block(x, spec, alpha)._replace(classes=x.key_classes, factor=factors.key)
     level = x.query_level
     tiles = registry.choose(x, spec)
-    centre, teacher_pos = _centres(x, alpha), None if x.teacher_query is None or pos is None else torch.zeros_like(pos)
+    centre, teacher_pos = centres(x, alpha), None if x.teacher_query is None or pos is None else torch.zeros_like(pos)
     guide_level = x.guide_level
     if x.guide_query is not None and pos is not None:
         guide_level = torch.zeros_like(pos)
@@ -103,7 +114,7 @@ def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
             centre=None if centre is None else _by_key(centre, x, spec, otherwise=0.0),
             guide_level=None if guide_level is None else _by_key(guide_level, x, spec, otherwise=torch.inf),
         )
-    own = Own(centre, teacher_pos, guide_level)
+    own = Own(centre, teacher_pos, guide_level, factors.query)
     if spec.compares and pos is not None:
         level = torch.zeros_like(pos)
         home = _scores(ring, ring.team.rank, x, mine, spec, alpha, None, level)
@@ -151,7 +162,7 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
     full = x.stand_in is not None
     # dq accumulates in full precision over several blocks, both sides of a tile, or class sums. Otherwise each row is
     # written once.
-    once = alone and not symmetric and not spec.sums
+    once = alone and not symmetric and not spec.sums and not spec.prefixes
     dtype = x.query.dtype if once and not full else alpha.dtype
     make = torch.empty if once and ring.sizes[0] else torch.zeros
     dq = make(x.query.shape, dtype=dtype, device=x.query.device) if wanted.query else None
@@ -162,23 +173,18 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
     guide_level = x.guide_level if results.guide_level is None else results.guide_level
     if guide_level is not None:
         level = guide_level
-    compared = spec.filters or guide_level is not None
     tiles = registry.choose(x, spec)
     row = _side_grad(results.row, grads.row, spec, level)
     # A visitor's rows are this rank's columns if the scores are symmetric.
     col = row if symmetric else _side_grad(results.col, grads.col, spec, None)
     col_sums_grad = grads.row.sums if symmetric else grads.col.sums
-    mine = _block(x, spec, alpha)
+    factors = _factors(x, spec)
+    own = Own(factor=factors.query)
+    dnorm = factors.query.new_zeros(factors.query.shape) if dq is not None and factors.query is not None else None
+    mine = _block(x, spec, alpha)._replace(factor=factors.key)
     if col is not None:
-        col_level = (
-            None
-            if level is None or not compared
-            else level
-            if symmetric
-            else _by_key(level, x, spec, otherwise=torch.inf)
-        )
-        mine = mine._replace(level=col_level, lse=col.lse, grad=col.grad)
-    row_taught, col_taught = _teacher_grad(results.row, grads.row), _teacher_grad(results.col, grads.col)
+        mine = mine._replace(level=_level_by_key(level, x, spec), lse=col.lse, grad=col.grad)
+    row_taught, col_taught = teacher_grad(results.row, grads.row), teacher_grad(results.col, grads.col)
     if col_taught is not None:
         mine = mine._replace(teacher_lse=col_taught.lse, teacher_grad=col_taught.grad)
     if grads.row.sums is not None or col_sums_grad is not None:
@@ -186,7 +192,7 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
     trip: RingPass[KeyBlock, KeyGrad] = RingPass(ring, mine)
     for block in trip:
         visitor = block.carried
-        scores = _scores(ring, block.source, x, visitor, spec, alpha, next(caches), level)
+        scores = _scores(ring, block.source, x, visitor, spec, alpha, next(caches), level, own)
         mirrored = scores.k is None
         theirs = None
         if visitor.grad is not None and not mirrored:
@@ -199,11 +205,12 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
                 given = given._replace(teacher=Taughts(row_taught, theirs, results.teacher_pos))
         dk = block.zeros(x.query, alpha.dtype) if wanted.key and not symmetric else None
         dkey_bias = block.zeros(x.key_bias, alpha.dtype) if wanted.key_bias and x.key_bias is not None else None
+        dkey_norm = block.zeros(factors.key) if dk is not None and factors.key is not None else None
         if dk is not None or dkey_bias is not None:
-            block.gathered = KeyGrad(dk, dkey_bias)
+            block.gathered = KeyGrad(dk, dkey_bias, dkey_norm)
         # With `key=None` both ranks compute their shared tiles, so each takes half.
         dalpha = alpha.new_zeros(()) if dscale is not None and symmetric and not block.home else dscale
-        into = Gradients(dq, dq if mirrored else dk, dalpha, dbias, once, dkey_bias)
+        into = Gradients(dq, dq if mirrored else dk, dalpha, dbias, once, dkey_bias, dnorm, dkey_norm)
         with library_products(spec.precision, x.query):
             tiles.backward(scores, spec, given, into)
         if dscale is not None and dalpha is not None and dalpha is not dscale:
@@ -216,6 +223,8 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
     of_keys = trip.home or KeyGrad(None)
     if of_keys.dbias is not None:
         of_keys = of_keys._replace(dbias=of_keys.dbias / number(spec.unit, of_keys.dbias))
+    add_norm_grads_(dq, x.query, spec.prefixes, factors.query, dnorm)
+    add_norm_grads_(of_keys.dk, x.keys, spec.prefixes, factors.key, of_keys.dnorm)
     return InputGrads(
         query=dq if dq is None or full else dq.to(x.query.dtype),
         key=None if of_keys.dk is None else of_keys.dk.to(x.query.dtype),
@@ -231,17 +240,11 @@ def _block(x: Inputs, spec: Spec, alpha: Tensor) -> KeyBlock:
     return KeyBlock(x.keys, x.key_ids, bias=bias, teacher=x.teacher_key, guide=x.guide_keys)
 
 
-def _centres(x: Inputs, alpha: Tensor) -> Tensor | None:
-    """With a teacher, for each query a number near its positive's score: its product, summed in another order."""
-    if x.teacher_query is None:
+def _level_by_key(level: Tensor | None, x: Inputs, spec: Spec) -> Tensor | None:
+    """What keys compare their columns with in the backward pass."""
+    if level is None or not (spec.filters or x.guide_query is not None):
         return None
-    assert x.labels is not None and x.key is not None, "a teacher needs positives"
-    found = torch.empty_like(x.labels, dtype=alpha.dtype)
-    for start in range(0, len(found), ROWS):
-        at = slice(start, start + ROWS)
-        positives = take(x.key, x.labels[at]).to(alpha.dtype)
-        torch.sum(positives.mul_(x.query[at]), 1, out=found[at])
-    return found.mul_(alpha)
+    return level if x.key is None else _by_key(level, x, spec, otherwise=torch.inf)
 
 
 def _taught(x: Inputs, spec: Spec, own: Own, mine: KeyBlock) -> tuple[Taught | None, Taught | None]:
@@ -254,11 +257,17 @@ def _taught(x: Inputs, spec: Spec, own: Own, mine: KeyBlock) -> tuple[Taught | N
     return row, Taught(mine.centre, _by_key(own.teacher_pos, x, spec, otherwise=-torch.inf))
 
 
-def _teacher_grad(side: SideStats, grad: SideStats) -> SideGrad | None:
-    if grad.cross is None:
-        return None
-    assert side.teacher_slack is not None
-    return SideGrad(side.teacher, grad.cross * side.teacher_slack, None)
+class Factors(NamedTuple):
+    """Reciprocal norms of this rank's rows, by prefix."""
+
+    query: Tensor | None = None
+    key: Tensor | None = None
+
+
+def _factors(x: Inputs, spec: Spec) -> Factors:
+    if not spec.normalize:
+        return Factors()
+    return Factors(reciprocal_norms(x.query, spec.prefixes), reciprocal_norms(x.keys, spec.prefixes))
 
 
 def _key_bias(x: Inputs, spec: Spec, alpha: Tensor) -> Tensor | None:
@@ -314,6 +323,7 @@ def _scores(
         key_classes=visitor.classes,
         folded=folded,
         col_bias=visitor.bias,
+        prefixes=Prefixes.of(spec.prefixes, own.factor, visitor.factor),
         teacher=_teacher(x, visitor, spec, own, home=home),
         guide=_guide(x, visitor, alpha, own),
     )
@@ -347,8 +357,9 @@ def _by_key(of_query: Tensor, x: Inputs, spec: Spec, *, otherwise: float) -> Ten
     assert x.labels is not None
     if spec.paired and x.keys.shape[0] == of_query.shape[0]:
         return of_query
-    found = of_query.new_full((x.keys.shape[0],), otherwise)
-    return found.scatter_reduce_(0, x.labels, of_query, "amax", include_self=False)
+    found = of_query.new_full((x.keys.shape[0], *of_query.shape[1:]), otherwise)
+    labels = x.labels if of_query.dim() == 1 else x.labels.unsqueeze(1).expand_as(of_query)
+    return found.scatter_reduce_(0, labels, of_query, "amax", include_self=False)
 
 
 def _plan(ring: Ring, source: int, x: Inputs, spec: Spec) -> TilePlan:
@@ -361,9 +372,10 @@ def _plan(ring: Ring, source: int, x: Inputs, spec: Spec) -> TilePlan:
     # With `key=None` two ranks compute the same tiles, one of them transposed.
     flip = x.key is None and source < ring.team.rank
     # Tuned on one machine, so not for tiles that several ranks have to cut alike.
-    own = ring.team.size == 1 and x.key is not None and x.query.is_cpu and spec.tile is None
+    own = ring.team.size == 1 and x.key is not None and x.query.is_cpu and spec.tile is None and not spec.prefixes
     shape = tuned.tiles(d, itemsize) if own else None
-    plan = make(*((m, n) if flip else (n, m)), d, tile=spec.tile, itemsize=itemsize, symmetric=symmetric, shape=shape)
+    more = {"tile": spec.tile, "itemsize": itemsize, "symmetric": symmetric, "shape": shape}
+    plan = make(*((m, n) if flip else (n, m)), d, **more, prefixes=len(spec.prefixes) or 1)
     return plan.transposed() if flip else plan
 
 

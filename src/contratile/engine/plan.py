@@ -70,6 +70,9 @@ class TilePlan:
     diagonal: int = 0
     """Height of tiles on the diagonal of symmetric scores: half of each diagonal tile is wasted, so they are small."""
 
+    prefixes: int = 1
+    """Scores of how many prefixes of the features are alive at once."""
+
     def __post_init__(self) -> None:
         assert not self.symmetric or (self.n == self.m and self.rows == self.cols), "symmetric tiles are square"
 
@@ -117,8 +120,8 @@ class TilePlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Peak scratch memory: three tiles, a query block and its gradient, a key block."""
-        tiles = 3 * self.rows * self.cols
+        """Peak scratch memory: the tiles, a query block and its gradient, a key block."""
+        tiles = _tiles_at_once(self.prefixes) * self.rows * self.cols
         return (tiles + (2 * self.rows + self.cols) * self.d) * self.itemsize
 
     def __str__(self) -> str:
@@ -138,12 +141,14 @@ def plan_tiles(
     symmetric: bool = False,
     machine: Machine | None = None,
     shape: tuple[int, int] | None = None,
+    prefixes: int = 1,
 ) -> TilePlan:
     """Choose the tiles for N queries, M keys and D features.
 
     The rule was found by measuring: a tile takes a quarter of the shared cache (an eighth for small D, where passes
     over the tile cost more than its products), but at least 512 KiB per core. It is taller than wide, because every row
-    block passes over all key gradients once. Tiles shrink if long features would exceed the workspace.
+    block passes over all key gradients once. Tiles shrink if long features would exceed the workspace, and with
+    several prefixes, whose tiles are alive at once.
 
     Args:
         n: Number of queries.
@@ -155,6 +160,7 @@ def plan_tiles(
         machine: Cores and caches to plan for. None: this machine.
         shape: Height and width to start from instead of this rule, as measured by `contratile doctor --tune`. Unlike
             `tile`, they still shrink to fit the workspace. Not for symmetric scores.
+        prefixes: Prefixes of the features with scores of their own, see `matryoshka_dims` of `clip_loss`.
 
     Returns:
         The `TilePlan`; printing it shows the tiles and their workspace.
@@ -170,20 +176,38 @@ def plan_tiles(
         if shape is None or symmetric:
             machine = machine or this_machine()
             share = machine.shared_cache // (4 if d >= 256 else 8)
-            area = max(share, machine.cores * 512 * KiB) // itemsize
+            area = max(share, machine.cores * 512 * KiB) // itemsize // (1 if prefixes == 1 else 4)
             height = isqrt(area if symmetric else max(area, machine.shared_cache // 2 // itemsize))
+            if prefixes > 1:  # tiles are read more often than key gradients
+                height = isqrt(2 * area)
             rows = max(16, min(n, height))
             cols = rows if symmetric else max(16, min(m, area // rows))
         else:
             rows, cols = max(16, min(n, shape[0])), max(16, min(m, shape[1]))
-        while (3 * rows * cols + (2 * rows + cols) * d) * itemsize > WORKSPACE_LIMIT and max(rows, cols) > 16:
+        alive = _tiles_at_once(prefixes)
+        while (alive * rows * cols + (2 * rows + cols) * d) * itemsize > WORKSPACE_LIMIT and max(rows, cols) > 16:
             if symmetric or rows >= cols:
                 rows = max(16, rows * 7 // 8)
             if symmetric or cols > rows:
                 cols = max(16, cols * 7 // 8)
         rows, cols = _even(n, rows), _even(m, cols)
     diagonal = ceil(rows / 2 / 16) * 16 if symmetric and tile is None else 0
-    return TilePlan(n=n, m=m, d=d, rows=rows, cols=cols, itemsize=itemsize, symmetric=symmetric, diagonal=diagonal)
+    return TilePlan(
+        n=n,
+        m=m,
+        d=d,
+        rows=rows,
+        cols=cols,
+        itemsize=itemsize,
+        symmetric=symmetric,
+        diagonal=diagonal,
+        prefixes=prefixes,
+    )
+
+
+def _tiles_at_once(prefixes: int) -> int:
+    """Scores, gradient and scratch; with several prefixes the gradient of each, their product, factors and scratch."""
+    return 3 if prefixes == 1 else prefixes + 3
 
 
 def _slices(length: int, step: int, first: int = 0) -> list[slice]:

@@ -112,6 +112,11 @@ class Spec(NamedTuple):
     precision: str | None = None
     """None follows `torch.get_float32_matmul_precision()`. The passes read it: a compiler cannot trace that call."""
 
+    dims: tuple[int, ...] | None = None
+    """Ask for the scores of the first 64, 128, ... features, ascending up to all: statistics get an axis for them."""
+
+    normalize: bool = False
+    """With `dims`: divide each truncated row by its norm."""
     guide_margin: float = 0.0
     """With a guide, per side: drop pairs whose product of the guide exceeds the positive's minus the margin."""
 
@@ -122,6 +127,10 @@ class Spec(NamedTuple):
     def unit(self) -> float:
         """Nats per unit of the scores: log-sum-exps are computed in base 2."""
         return 1.0 if self.reduce == "softplus" else 1 / LOG2E
+
+    @property
+    def prefixes(self) -> tuple[int, ...]:
+        return self.dims or ()
 
     @property
     def sums_rows(self) -> bool:
@@ -167,6 +176,8 @@ class SideStats(NamedTuple):
 
 class PairStats(NamedTuple):
     """The answer. Totals, sums and positives are logits in units of `unit` nats; `nats` converts them.
+
+    With `Spec.dims` every [N] is [N, prefixes].
 
     Losses convert once, after summing: exp2 is faster than exp, and converting every element first would round N times.
     """
@@ -223,9 +234,10 @@ def _constants(side: SideStats) -> tuple[Tensor | None, ...]:
 def shapes(x: Inputs, spec: Spec) -> PairStats:
     """The shapes of the results, as a record of tuples. The size of the cache depends on the tiles and is not here."""
     n, m = x.query.shape[0], x.keys.shape[0]
+    prefixes = (len(spec.prefixes),) if spec.prefixes else ()
     sides = []
     for length, wanted, classes in ((n, spec.rows, spec.sums_rows), (m, spec.cols, spec.sums_cols)):
-        size: Any = (length,)
+        size: Any = (length, *prefixes)
         taught = size if wanted and x.teacher_query is not None else None
         sides.append(
             SideStats(
@@ -240,7 +252,7 @@ def shapes(x: Inputs, spec: Spec) -> PairStats:
                 teacher_slack=taught,
             )
         )
-    own: Any = None if x.labels is None else (n,)
+    own: Any = None if x.labels is None else (n, *prefixes)
     row, col = sides
     return PairStats(
         row,

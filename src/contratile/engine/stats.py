@@ -11,6 +11,7 @@ and a total of 0. A finite floor needs no special case: exp2 of a difference wit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -113,6 +114,16 @@ class SideParts(NamedTuple):
             if level is not None and total is not None and not level.dim():
                 levels[name] = torch.zeros_like(total)
         return self._replace(**levels) if levels else self
+
+    @classmethod
+    def stacked(cls, parts: Sequence[SideParts]) -> SideParts:
+        """Those of several prefixes as one, with a last axis for them."""
+        if not all(part.level is not None and part.level.dim() == 0 for part in parts):
+            parts = [part.spread() for part in parts]
+        stacked = [
+            None if xs[0] is None else torch.stack(xs, -1) if xs[0].dim() else xs[0] for xs in zip(*parts, strict=True)
+        ]
+        return cls(*stacked)
 
     def merge_(self, other: SideParts) -> None:
         """Add what another block gave."""

@@ -67,6 +67,7 @@ def check_teacher(options: PairOptions, query: Tensor, key: Tensor) -> None:
         margin="It drops keys that the teacher may point at.",
         label_smoothing="The teacher's softmax is a target for all keys already.",
         same_id="The teacher says which keys are alike.",
+        matryoshka_dims="A teacher's targets are for all features.",
     )
 
 
@@ -100,6 +101,7 @@ def check_guide(options: PairOptions, query: Tensor, key: Tensor) -> None:
         margin="Both say which keys count.",
         label_smoothing="Smoothing needs the set of keys before they are compared.",
         same_id="A guide drops what may be positive.",
+        matryoshka_dims="Prefixes are computed in tiles of their own.",
     )
 
 
@@ -111,6 +113,7 @@ def _check_alone(what: str, options: PairOptions, *others: str, **reasons: str) 
         "margin": options.margin is not None,
         "label_smoothing": bool(options.label_smoothing),
         "same_id": options.several_positives,
+        "matryoshka_dims": options.matryoshka_dims is not None,
     }
     for name in (*others, *reasons):
         if given[name]:

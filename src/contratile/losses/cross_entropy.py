@@ -40,6 +40,9 @@ def cross_entropies(
     if options.margin is not None:
         spec = spec._replace(margin=float(options.margin))
     spec = spec._replace(same_id=options.same_id)
+    nested = options.matryoshka
+    if nested is not None:
+        query, key, spec = nested.truncated(query), nested.truncated(key), nested.spec(spec)
     proxy = None
     if options.several_sources and spec.backend != "dense":
         proxy = stand_in(query)
@@ -80,6 +83,8 @@ def cross_entropies(
     losses = _loss(rows, stats.pos, options)
     if cols is not None:
         losses = losses + _loss(cols, stats.pos, options)
+    if nested is not None:
+        losses = nested.total(losses)
     distill = None if options.teacher is None else _distill(stats, spec, options)
     if not options.return_stats:
         return Losses(losses, stats, None, distill)
@@ -116,11 +121,11 @@ def _positives_alone(x: Inputs, spec: Spec, options: PairOptions) -> tuple[PairS
     """What queries read from their positives, without any other key."""
     assert x.key is not None and x.labels is not None
     own = x.key[: len(x.query)] if spec.paired else x.key.index_select(0, x.labels)
-    products = own_products(x.query, own.unsqueeze(1), None, x.stand_in).squeeze(1)
+    products = _own_products(x, own.unsqueeze(1), None, options).squeeze(1)
     stats = PairStats(unit=1.0 if spec.backend == "dense" else spec.unit)
     pos = stats.logits(products, x.scale)
     if x.key_bias is not None:
-        pos = pos + stats.of_nats(x.key_bias.to(pos.dtype).index_select(0, x.labels))
+        pos = pos + _with_axes(stats.of_nats(x.key_bias.to(pos.dtype).index_select(0, x.labels)), pos)
     level = products.detach() * torch.where(x.scale < 0, -1, 1) if spec.compares else None
     if x.guide_query is not None and x.guide_key is not None:
         of_guide = own_products(x.guide_query, x.guide_key.index_select(0, x.labels).unsqueeze(1)).squeeze(1)
@@ -159,7 +164,22 @@ def as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
 def _without_bias(stats: PairStats, x: Inputs) -> Tensor:
     """The positives' scores as sums have them."""
     assert stats.pos is not None and x.labels is not None
-    return stats.pos if x.key_bias is None else stats.pos - stats.of_nats(x.key_bias.detach()[x.labels])
+    if x.key_bias is None:
+        return stats.pos
+    return stats.pos - _with_axes(stats.of_nats(x.key_bias.detach()[x.labels]), stats.pos)
+
+
+def _with_axes(x: Tensor, like: Tensor) -> Tensor:
+    """One value per pair, beside those of several dimensions."""
+    return x.reshape(*x.shape, *(1 for _ in range(like.dim() - x.dim())))
+
+
+def _own_products(x: Inputs, hard: Tensor, mask: Tensor | None, options: PairOptions) -> Tensor:
+    """The products of queries with negatives of their own [N, H], or for each dimension [N, H, dims]."""
+    nested = options.matryoshka
+    if nested is None:
+        return own_products(x.query, hard, mask, x.stand_in)
+    return nested.own_products(x.query, nested.truncated(hard), mask, x.stand_in)
 
 
 def _tally(
@@ -196,8 +216,10 @@ def lse_above(level: Tensor, side: SideStats, *, floor: bool = True) -> Tensor:
 def _extra_keys(x: Inputs, stats: PairStats, options: PairOptions, spec: Spec, ring: Ring) -> Tally:
     assert stats.pos is not None
     given = options.extra_ids is not None
+    assert options.extra_keys is not None
+    nested = options.matryoshka
     more = x._replace(
-        key=options.extra_keys,
+        key=options.extra_keys if nested is None else nested.truncated(options.extra_keys),
         key_bias=options.extra_bias,
         labels=None,
         query_ids=x.query_ids if given else None,
@@ -246,9 +268,11 @@ def _negatives(x: Inputs, rows: Tally, stats: PairStats, options: PairOptions, r
 
 def _hard_negatives(x: Inputs, stats: PairStats, options: PairOptions, hard: Tensor) -> Tally:
     assert stats.pos is not None
-    products = own_products(x.query, hard, options.hard_mask, x.stand_in)
+    products = _own_products(x, hard, options.hard_mask, options)
     scores = stats.logits(products, x.scale)
-    counts = torch.ones_like(scores, dtype=torch.bool) if options.hard_mask is None else options.hard_mask
+    counts = torch.ones_like(scores, dtype=torch.bool)
+    if options.hard_mask is not None:
+        counts = _with_axes(options.hard_mask, scores)
     higher = None
     total = torch.where(counts, scores, 0).sum(1) if options.sums else None
     number = counts.sum(1) if options.sums else None
@@ -264,7 +288,7 @@ def _hard_negatives(x: Inputs, stats: PairStats, options: PairOptions, hard: Ten
         counts = counts & (own_products(options.guide[0], options.hard_guide) <= limit.unsqueeze(1))
     # A finite floor, not -inf: a query whose every negative is masked has a gradient of 0 here, not NaN.
     if options.hard_bias is not None:
-        scores = scores + stats.of_nats(options.hard_bias.to(scores.dtype))
+        scores = scores + _with_axes(stats.of_nats(options.hard_bias.to(scores.dtype)), scores)
     floor = torch.finfo(scores.dtype).min / 2
     above = torch.where(counts, scores - stats.pos.unsqueeze(1), floor)
     tally = Tally(stats.logsumexp(above, 1), total, number, higher)

@@ -1,11 +1,13 @@
 """The losses as functions: each is a few lines on the engine.
 
-No loss normalises its features: pass normalised ones where cosines are meant. Losses are fp32 (fp64 for fp64 features),
+No loss normalises its features, but for truncated ones (`matryoshka_dims`): pass normalised ones where cosines are
+meant. Losses are fp32 (fp64 for fp64 features),
 also for 16-bit features; gradients have the dtype of the tensors they belong to.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
@@ -53,6 +55,9 @@ class SigLipKeywords(Keywords, total=False):
 
     ids: Ids | None
     same_id: SameId
+    matryoshka_dims: Sequence[int] | None
+    matryoshka_weights: Sequence[float] | None
+    matryoshka_normalize: bool
 
 
 class PairKeywords(Keywords, total=False):
@@ -70,6 +75,9 @@ class PairKeywords(Keywords, total=False):
     margin: float | None
     label_smoothing: float
     weights: Tensor | None
+    matryoshka_dims: Sequence[int] | None
+    matryoshka_weights: Sequence[float] | None
+    matryoshka_normalize: bool
     teacher: Teacher | None
     teacher_weight: float
     teacher_temperature: float
@@ -197,6 +205,9 @@ def clip_loss(
     margin: float | None = None,
     label_smoothing: float = 0.0,
     weights: Tensor | None = None,
+    matryoshka_dims: Sequence[int] | None = None,
+    matryoshka_weights: Sequence[float] | None = None,
+    matryoshka_normalize: bool = True,
     teacher: Teacher | None = None,
     teacher_weight: float = 1.0,
     teacher_temperature: float = 1.0,
@@ -246,6 +257,12 @@ def clip_loss(
             false negatives.
         label_smoothing: Share of the target that is spread evenly over all keys that count.
         weights: [N] weights of the pairs; the mean is sum(w * loss) / sum(w) over all ranks.
+        matryoshka_dims: Sum the loss over the first 64, 128, ... features of every row, in one product: numbers in any
+            order, with or without all features. Extra keys and hard negatives are truncated alike. Not with margin,
+            label_smoothing, same_id="positive", return_stats or cache_bytes.
+        matryoshka_weights: A weight for each of these losses; 1 each by default. The sum is not divided by them.
+        matryoshka_normalize: Divide each truncated row by its norm, so that scores are cosines: with `matryoshka_dims`
+            losses do normalise. False takes plain products.
         teacher: (image [N, T], text [N, T], scale) of a frozen model. Adds, for both directions, the cross-entropy
             between the softmax of its scores and that of these, as open_clip's DistillClipLoss: with S the scores here,
 
@@ -297,6 +314,7 @@ def clip_loss(
         *(ids, same_id, extra_keys, extra_ids, hard_negatives, hard_mask),
         *(margin, label_smoothing, weights, return_stats),
         *(True, key_bias, extra_bias, hard_bias),
+        *(matryoshka_dims, matryoshka_weights, matryoshka_normalize),
         *(teacher, teacher_weight, teacher_temperature, return_terms),
         *(guide, guide_margin, guide_margin_strategy, extra_guide, hard_guide),
     )
@@ -312,7 +330,7 @@ def clip_loss(
 
     def check() -> None:
         check_pairs("image and text", image, text)
-        options.check(image, text, scale)
+        options.check(image, text, scale, spec)
 
     call = Call("clip_loss", {"image": image, "text": text}, {"scale": scale}, spec, reduction, options)
     rings = call.start(group, check)
@@ -389,6 +407,9 @@ def info_nce(
     margin: float | None = None,
     label_smoothing: float = 0.0,
     weights: Tensor | None = None,
+    matryoshka_dims: Sequence[int] | None = None,
+    matryoshka_weights: Sequence[float] | None = None,
+    matryoshka_normalize: bool = True,
     teacher: Teacher | None = None,
     teacher_weight: float = 1.0,
     teacher_temperature: float = 1.0,
@@ -439,6 +460,12 @@ def info_nce(
             false negatives.
         label_smoothing: Share of the target that is spread evenly over all keys that count.
         weights: [N] weights of the queries; the mean is sum(w * loss) / sum(w) over all ranks.
+        matryoshka_dims: Sum the loss over the first 64, 128, ... features of every row, in one product: numbers in any
+            order, with or without all features. Extra keys and hard negatives are truncated alike. Not with margin,
+            label_smoothing, same_id="positive", return_stats or cache_bytes.
+        matryoshka_weights: A weight for each of these losses; 1 each by default. The sum is not divided by them.
+        matryoshka_normalize: Divide each truncated row by its norm, so that scores are cosines: with `matryoshka_dims`
+            losses do normalise. False takes plain products.
         teacher: (query [N, T], key [M, T], scale) of a frozen model. Adds the cross-entropy between the softmax of its
             scores and that of these, S:
 
@@ -490,6 +517,7 @@ def info_nce(
         *(ids, same_id, extra_keys, extra_ids, hard_negatives, hard_mask),
         *(margin, label_smoothing, weights, return_stats, in_batch_negatives),
         *(key_bias, extra_bias, hard_bias),
+        *(matryoshka_dims, matryoshka_weights, matryoshka_normalize),
         *(teacher, teacher_weight, teacher_temperature, return_terms),
         *(guide, guide_margin, guide_margin_strategy, extra_guide, hard_guide),
     )
@@ -513,7 +541,7 @@ def info_nce(
         elif len(key) < len(query):
             remedy = "Without labels query i's positive is key i; pass labels= if queries share keys."
             bad_value("key", expected=f"at least {len(query)} rows", got=len(key), remedy=remedy)
-        options.check(query, key, scale)
+        options.check(query, key, scale, spec)
 
     call = Call("info_nce", {"query": query, "key": key}, {"scale": scale}, spec, reduction, options)
     rings = call.start(group, check)
@@ -758,6 +786,9 @@ def siglip_loss(
     *,
     ids: Ids | None = None,
     same_id: SameId = "exclude",
+    matryoshka_dims: Sequence[int] | None = None,
+    matryoshka_weights: Sequence[float] | None = None,
+    matryoshka_normalize: bool = True,
     return_stats: bool = False,
     group: Group = "auto",
     reduction: Reduction = "mean",
@@ -783,6 +814,11 @@ def siglip_loss(
             captions of one image) are not its negatives.
         same_id: "exclude" drops pairs of equal id, except an image's own text. "positive" turns their sign: they are
             positives too.
+        matryoshka_dims: Sum the loss over the first 64, 128, ... features of every row, in one product: numbers in any
+            order, with or without all features. Not with return_stats or cache_bytes.
+        matryoshka_weights: A weight for each of these losses; 1 each by default. The sum is not divided by them.
+        matryoshka_normalize: Divide each truncated row by its norm, so that scores are cosines: with `matryoshka_dims`
+            losses do normalise. False takes plain products.
         return_stats: Return (loss, `BatchStats`) with top-1 accuracy, ranks and mean logits.
         group: "auto" (the default process group if one is initialised), None (this process alone) or a process group.
             Over several ranks the loss and its backward are collective: every rank calls both.
@@ -809,7 +845,13 @@ def siglip_loss(
         >>> image, text = (torch.nn.functional.normalize(torch.randn(256, 32), dim=1) for _ in range(2))
         >>> loss = ct.siglip_loss(image, text, 10.0, -10.0)
     """
-    options = PairOptions(ids, same_id, return_stats=return_stats)
+    options = PairOptions(
+        *(ids, same_id),
+        return_stats=return_stats,
+        matryoshka_dims=matryoshka_dims,
+        matryoshka_weights=matryoshka_weights,
+        matryoshka_normalize=matryoshka_normalize,
+    )
     spec = Spec(
         reduce="softplus",
         paired=True,
@@ -827,7 +869,7 @@ def siglip_loss(
 
     def check() -> None:
         check_pairs("image and text", image, text)
-        options.check(image, text, scale)
+        options.check(image, text, scale, spec)
 
     numbers = {"scale": scale, "bias": bias}
     call = Call("siglip_loss", {"image": image, "text": text}, numbers, spec, reduction, options)
@@ -835,8 +877,11 @@ def siglip_loss(
     shift = as_tensor(bias, image)
     labels = torch.arange(len(image), device=image.device)
     query_ids, key_ids = options.pair_of_ids
+    nested = options.matryoshka
+    if nested is not None:
+        image, text, spec = nested.truncated(image), nested.truncated(text), nested.spec(spec)
     x = Inputs(image, text, as_tensor(scale, image), shift, labels=labels, query_ids=query_ids, key_ids=key_ids)
     stats = pair_stats(rings.keys, x, spec)
     assert stats.row.total is not None
-    loss = call.reduce(stats.row.total, stats, rings.keys)
+    loss = call.reduce(stats.row.total if nested is None else nested.total(stats.row.total), stats, rings.keys)
     return (loss, sigmoid_stats(x, stats, options, rings)) if return_stats else loss

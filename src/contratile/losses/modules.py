@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
         same_id: SameId
         margin: float | None
         label_smoothing: float
+        matryoshka_dims: Sequence[int] | None
+        matryoshka_weights: Sequence[float] | None
+        matryoshka_normalize: bool
         return_stats: bool
         return_terms: bool
         teacher_weight: float
@@ -36,6 +39,9 @@ if TYPE_CHECKING:
         """Options of `SigLipLoss` that stay the same from batch to batch."""
 
         same_id: SameId
+        matryoshka_dims: Sequence[int] | None
+        matryoshka_weights: Sequence[float] | None
+        matryoshka_normalize: bool
         return_stats: bool
 
     class NegativesKeywords(ContrastKeywords, total=False):

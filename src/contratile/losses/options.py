@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from contratile.errors import (
     check_vector,
 )
 from contratile.losses.beside import Guide, Teacher, check_guide, check_teacher, features_of
+from contratile.losses.matryoshka import Matryoshka, check_matryoshka
 from contratile.losses.normalized import look_once
 from contratile.reference import REDUCTIONS, Reduction
 from contratile.ring.nodes import RINGS, Home, here, schedule_for
@@ -106,7 +107,10 @@ class Call(NamedTuple):
         if spec.tile is not None:
             check_count("tile", spec.tile, least=1)
         registry.check(spec.backend, next(iter(self.features.values())).device, team.size)
-        if self.name != "pair_lse":  # it makes no claim about what its scores are
+        normalizes = (
+            self.options is not None and self.options.matryoshka is not None and self.options.matryoshka_normalize
+        )
+        if self.name != "pair_lse" and not normalizes:  # pair_lse makes no claim about what its scores are
             look_once(self.name, tuple(self.features.values()), self.numbers)
 
     def _facts(self, queries: int, keys: int, extra: int) -> Facts:
@@ -161,6 +165,16 @@ class PairOptions(NamedTuple):
     key_bias: Tensor | None = None
     extra_bias: Tensor | None = None
     hard_bias: Tensor | None = None
+    matryoshka_dims: Sequence[int] | None = None
+    matryoshka_weights: Sequence[float] | None = None
+    matryoshka_normalize: bool = True
+
+    @property
+    def matryoshka(self) -> Matryoshka | None:
+        if self.matryoshka_dims is None:
+            return None
+        return Matryoshka.of(self.matryoshka_dims, self.matryoshka_weights, self.matryoshka_normalize)
+
     teacher: Teacher | None = None
     teacher_weight: float = 1.0
     teacher_temperature: float = 1.0
@@ -191,7 +205,7 @@ class PairOptions(NamedTuple):
         query_ids, key_ids = (self.ids, self.ids) if isinstance(self.ids, Tensor) else self.ids
         return query_ids.long(), key_ids.long()
 
-    def check(self, query: Tensor, key: Tensor, scale: Tensor | float) -> None:
+    def check(self, query: Tensor, key: Tensor, scale: Tensor | float, spec: Spec) -> None:
         """Refuse what cannot be used, and combinations that mean nothing."""
         self._check_ids(query, key)
         self._check_same_id()
@@ -201,6 +215,14 @@ class PairOptions(NamedTuple):
         self._check_biases(query, key)
         self._check_margin(scale)
         self._check_label_smoothing()
+        check_matryoshka(
+            *(self.matryoshka_dims, self.matryoshka_weights, self.matryoshka_normalize, query.shape[1]),
+            return_stats=self.return_stats,
+            margin=self.margin is not None,
+            label_smoothing=self.label_smoothing,
+            cache_bytes=spec.cache_bytes,
+            same_id=self.several_positives and spec.reduce == "lse",
+        )
         check_teacher(self, query, key)
         check_guide(self, query, key)
         if self.weights is not None:
@@ -336,6 +358,9 @@ class PairOptions(NamedTuple):
         names = "ids", "extra_keys", "extra_ids", "weights", "key_bias", "extra_bias"
         used = [name for name in names if getattr(self, name) is not None]
         values = self.same_id, self.in_batch_negatives, self.margin, self.label_smoothing, self.return_stats
+        if self.matryoshka is not None:
+            values = (*values, *self.matryoshka)
+        return " ".join([*used, *map(str, values)])
         beside: list[object] = []
         if self.teacher is not None:
             beside += ["teacher", self.teacher_weight, self.teacher_temperature, self.return_terms]

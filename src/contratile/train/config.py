@@ -8,6 +8,7 @@ On the command line every field is an option of the same name; in a recipe it st
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -45,6 +46,13 @@ class LossConfig:
 
     label_smoothing: float = 0.0
     """Share of the target that is spread evenly over all keys (clip, infonce)."""
+
+    matryoshka_dims: tuple[int, ...] = ()
+    """Sum the loss over the first features of every row, each time normalised: for example 64 128 256, with or without
+    the full width (clip, infonce, siglip). The log then has no statistics of batches."""
+
+    matryoshka_weights: tuple[float, ...] = ()
+    """Weights of these losses, in the order of the dimensions; 1 each by default."""
 
     backend: Literal["auto", "torch", "triton", "dense"] = "auto"
     """Implementation of the loss; dense holds all scores in memory and is meant for comparison."""
@@ -86,6 +94,30 @@ class LossConfig:
             remedy = "Both are measured from one positive: drop them, or use --same-id exclude."
             expected = "no --margin and no --label-smoothing beside it"
             bad_value("same_id=positive", expected=expected, got="one of them", remedy=remedy)
+        self._check_matryoshka()
+
+    def _check_matryoshka(self) -> None:
+        dims, weights = self.matryoshka_dims, self.matryoshka_weights
+        if weights and len(weights) != len(dims):
+            remedy = "Pass one weight for each of --matryoshka-dims."
+            bad_value("matryoshka_weights", expected=f"{len(dims)} numbers", got=len(weights), remedy=remedy)
+        if not dims:
+            return
+        if min(dims) < 1 or len(set(dims)) < len(dims):
+            remedy = "Pass numbers of leading features, for example 64 128 256."
+            bad_value("matryoshka_dims", expected="distinct numbers from 1 up", got=dims, remedy=remedy)
+        if not all(math.isfinite(x) and x >= 0 for x in weights):
+            bad_value("matryoshka_weights", expected="numbers from 0 up", got=weights, remedy="1 each is the default.")
+        for option, given in (
+            (f"--loss {self.loss}", self.loss in ("ntxent", "supcon")),
+            ("--margin", self.margin is not None),
+            ("--label-smoothing", self.label_smoothing),
+            ("--cache-mib", self.cache_mib),
+            ("--same-id positive", self.same_id == "positive" and self.loss != "siglip"),
+        ):
+            if given:
+                remedy = "Drop one of the two."
+                bad_value("matryoshka_dims", expected=f"none with {option}", got=dims, remedy=remedy)
 
 
 @dataclass(frozen=True, kw_only=True)

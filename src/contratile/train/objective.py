@@ -6,7 +6,7 @@ loss, stats, norms = batch_loss(LossConfig(loss="clip"), left, right, pair_facts
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -56,17 +56,28 @@ def batch_loss(
         return functional.sup_con(torch.cat([left, right]), torch.cat([ids, ids]), 1 / scale, **how), None, norms
     if config.same_id != "negative":
         how |= {"ids": ids, "same_id": config.same_id}
+    nested = bool(config.matryoshka_dims)
+    if nested:
+        how |= {"matryoshka_dims": config.matryoshka_dims, "matryoshka_weights": config.matryoshka_weights or None}
     if config.loss == "siglip":
         assert bias is not None
-        loss, stats = functional.siglip_loss(left, right, scale, bias, return_stats=True, **how)
-        return loss, stats, norms
+        return *_with_stats(functional.siglip_loss, left, right, scale, bias, nested=nested, **how), norms
     how |= {"margin": config.margin, "label_smoothing": config.label_smoothing}
     if negatives is not None:
         how |= _negatives(config, negatives, facts)
     function = functional.clip_loss if config.loss == "clip" else functional.info_nce
     query, key = (right, left) if swapped else (left, right)
-    loss, stats = function(query, key, scale, return_stats=True, **how)
-    return loss, stats, norms
+    return *_with_stats(function, query, key, scale, nested=nested, **how), norms
+
+
+def _with_stats(
+    function: Callable[..., Any], *tensors: Tensor, nested: bool, **how: Any
+) -> tuple[Tensor, BatchStats | None]:
+    """The loss and its statistics, which a sum over dimensions has not."""
+    if nested:
+        return function(*tensors, **how), None
+    loss, stats = function(*tensors, return_stats=True, **how)
+    return loss, stats
 
 
 def _negatives(config: LossConfig, negatives: Tensor, facts: Tensor) -> dict[str, Any]:

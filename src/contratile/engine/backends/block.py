@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from contratile.engine.plan import TilePlan
+from contratile.engine.prefixes import Prefixes
 from contratile.engine.rule import PairRule
 from contratile.engine.spec import Spec
 from contratile.engine.stats import SideParts
@@ -67,6 +68,8 @@ class Scores(NamedTuple):
     folded: bool = True
     """Multiply alpha into the queries. Otherwise it is multiplied into each tile, after products were compared."""
 
+    prefixes: Prefixes = Prefixes()
+    """Which prefixes of the features have scores of their own; only all features, as a rule."""
     teacher: Beside | None = None
     """Its softmax weighs the scores in `SideParts.cross`."""
 
@@ -92,6 +95,14 @@ class SideGrad(NamedTuple):
     grad: Tensor
     level: Tensor | None
 
+    def of_prefix(self, at: int) -> SideGrad:
+        return SideGrad(of_prefix(self.lse, at), self.grad[:, at].contiguous(), self.level)
+
+
+def of_prefix(x: Tensor | None, at: int) -> Tensor | None:
+    """One prefix of a statistic."""
+    return None if x is None else x[:, at].contiguous()
+
 
 class Given(NamedTuple):
     """What the gradients of a block are made from. Rows of symmetric scores are columns too."""
@@ -107,6 +118,18 @@ class Given(NamedTuple):
     """Gradients of the sums of scores."""
 
     teacher: Taughts | None = None
+
+    def by_prefix(self, prefixes: Prefixes) -> list[Given]:
+        """One for each prefix; itself if there is one, of all features."""
+        if not prefixes.asked:
+            return [self]
+        return [
+            Given(
+                *(None if side is None else side.of_prefix(at) for side in (self.row, self.col)),
+                *(of_prefix(x, at) for x in (self.pos, self.pos_grad)),
+            )
+            for at in range(len(prefixes.blocks))
+        ]
 
 
 class Taughts(NamedTuple):
@@ -135,6 +158,11 @@ class Gradients(NamedTuple):
 
     dcol_bias: Tensor | None = None
     """[M], zero-initialised."""
+
+    drow_norm: Tensor | None = None
+    dcol_norm: Tensor | None = None
+    """[N, prefixes] and [M, prefixes], zero-initialised: sums of score times gradient, of which gradients of norms are
+    made."""
 
 
 class KernelError(RuntimeError):

@@ -18,6 +18,8 @@ from contratile.engine.stats import accumulation_dtype
 
 def pair_stats(x: Inputs, spec: Spec) -> PairStats:
     """What `autograd.pair_stats` returns, in nats, on one process."""
+    if spec.prefixes:
+        return _by_prefix(x, spec)
     acc, device = accumulation_dtype(x.query.dtype), x.query.device.type
     classes = x.query_classes, x.key_classes
     if spec.sums in ("differ", "same"):
@@ -65,6 +67,16 @@ def pair_stats(x: Inputs, spec: Spec) -> PairStats:
         for side in ("row", "col")
     )
     return PairStats(row, col, found.get("pos"), found.get("level"), guide_level=found.get("guide_level"))
+
+
+def _by_prefix(x: Inputs, spec: Spec) -> PairStats:
+    """One call for each prefix; their statistics get a last axis."""
+    assert x.key is not None
+    acc, found = accumulation_dtype(x.query.dtype), []
+    for dim in spec.prefixes:
+        query, key = (reference.prefix(side.to(acc), dim, spec.normalize) for side in (x.query, x.key))
+        found.append(pair_stats(x._replace(query=query, key=key), spec._replace(dims=None)).tensors())
+    return PairStats.of([None if xs[0] is None else torch.stack(xs, -1) for xs in zip(*found, strict=True)])
 
 
 def _beside(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Any, ...] | None:

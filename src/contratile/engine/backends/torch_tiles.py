@@ -35,6 +35,7 @@ from contratile.engine.backends.torch_reductions import (
 from contratile.engine.backends.torch_teacher import CrossSums, TeacherReader, TeacherWeights
 from contratile.engine.classes import STEP, LeftOut, add_class_grads, class_sums
 from contratile.engine.plan import Tile, TilePlan
+from contratile.engine.prefixes import features
 from contratile.engine.rule import PairRule
 from contratile.engine.spec import Spec
 from contratile.engine.stats import SideParts, accumulation_dtype, lowest, part, take
@@ -42,26 +43,33 @@ from contratile.engine.stats import SideParts, accumulation_dtype, lowest, part,
 
 def forward(scores: Scores, spec: Spec, pos: Tensor | None) -> tuple[SideParts, SideParts]:
     """Compute every tile and let the readers reduce it; write each row's positive score to `pos`."""
-    plan, rule = scores.plan, scores.rule
-    reader, ranks = _reader(scores, spec), _rank_reader(scores, spec)
-    ws = Workspace(plan, scores.q, scores.key, tiles=2)
+    plan, rule, prefixes = scores.plan, scores.rule, scores.prefixes
+    readers, ranks = [_reader(scores, spec) for _ in prefixes.blocks], _rank_reader(scores, spec)
+    of_prefix = [pos] * len(readers) if pos is None or not prefixes.asked else pos.unbind(1)
+    ws = Workspace(plan, scores.q, scores.key, tiles=3 if prefixes.asked else 2)
     for block, tiles in plan.blocks():
         q_RD = ws.query(scores.q, block, scores.query_factor)
         for tile in tiles:
-            s_RC, spare_RC = _cached(scores, tile), ws.tile(1, tile)
-            s_RC = ws.tile(0, tile) if s_RC is None else s_RC
-            products(scores, q_RD, ws.key(scores.key, tile.cols), tile, s_RC, spare_RC)
-            if not spec.compares:
-                score_(scores, s_RC, tile)
-                if pos is not None:
-                    _read_positives(s_RC, tile, rule, pos)
-            rule.exclude_(s_RC, tile)
-            if ranks is not None:
-                ranks.read(s_RC, spare_RC, tile)
-            if spec.compares and not spec.filters:
-                score_(scores, s_RC, tile)
-            reader.read(s_RC, spare_RC, tile)
-    rows, cols = reader.parts()
+            p_RC, spare_RC = _cached(scores, tile), ws.tile(1, tile)
+            p_RC = ws.tile(0, tile) if p_RC is None else p_RC
+            k_CD = ws.key(scores.key, tile.cols)
+            for at, (reader, known) in enumerate(zip(readers, of_prefix, strict=True)):
+                products(scores, q_RD, k_CD, tile, p_RC, spare_RC, at)
+                s_RC = p_RC
+                if prefixes.asked:
+                    s_RC = _times_factor(p_RC, prefixes.factor(at, tile, spare_RC), out=ws.tile(2, tile))
+                if not spec.compares:
+                    score_(scores, s_RC, tile)
+                    if known is not None:
+                        _read_positives(s_RC, tile, rule, known)
+                rule.exclude_(s_RC, tile)
+                if ranks is not None:
+                    ranks.read(s_RC, spare_RC, tile)
+                if spec.compares and not spec.filters:
+                    score_(scores, s_RC, tile)
+                reader.read(s_RC, spare_RC, tile)
+    parts = [reader.parts() for reader in readers]
+    rows, cols = map(SideParts.stacked, zip(*parts, strict=True)) if prefixes.asked else parts[0]
     if ranks is not None:
         row_ranks, col_ranks = ranks.parts()
         rows = rows._replace(higher=row_ranks.higher, equal=row_ranks.equal)
@@ -69,8 +77,17 @@ def forward(scores: Scores, spec: Spec, pos: Tensor | None) -> tuple[SideParts, 
     return _with_class_sums(rows, cols, scores, spec) if spec.sums else (rows, cols)
 
 
-def products(scores: Scores, q_RD: Tensor, k_CD: Tensor, tile: Tile, out: Tensor, spare: Tensor) -> Tensor:
-    """The products of a tile. On the diagonal of symmetric scores they are made symmetric to the last bit."""
+def products(
+    scores: Scores, q_RD: Tensor, k_CD: Tensor, tile: Tile, out: Tensor, spare: Tensor, prefix: int = 0
+) -> Tensor:
+    """The products of a tile, or of its next prefix, which builds on the one before in `out`.
+
+    On the diagonal of symmetric scores they are made symmetric to the last bit.
+    """
+    block_D = scores.prefixes.blocks[prefix]
+    if block_D is not None:
+        assert scores.k is not None, "prefixes are for two sets"
+        return out.addmm_(features(q_RD, block_D), features(k_CD, block_D).t(), beta=min(prefix, 1))
     if scores.plan.flipped:
         torch.mm(k_CD, q_RD.t(), out=out.t())
     else:
@@ -78,6 +95,10 @@ def products(scores: Scores, q_RD: Tensor, k_CD: Tensor, tile: Tile, out: Tensor
     if scores.k is None and tile.rows == tile.cols:
         torch.maximum(out, spare.copy_(out.t()), out=out)  # <a, b> and <b, a> may round differently
     return out
+
+
+def _times_factor(p_RC: Tensor, factor_RC: Tensor | None, *, out: Tensor) -> Tensor:
+    return out.copy_(p_RC) if factor_RC is None else torch.mul(p_RC, factor_RC, out=out)
 
 
 def score_(scores: Scores, x_RC: Tensor, tile: Tile, *, bias: bool = True) -> Tensor:
@@ -188,17 +209,22 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
 
     g_RC = weights of s_RC, + pos_grad where a column is the row's positive
     dq += alpha g k,   dk += g^T (alpha q),   dalpha += sum(g * (s - bias)) / alpha,   dbias += sum(g)
+
+    With prefixes each has its g; a block of features is multiplied with the sum of those of all prefixes it is in.
     """
-    plan, rule, alpha = scores.plan, scores.rule, scores.alpha
-    dq, dk, dalpha, dbias, once, dcol_bias = into
+    plan, rule, alpha, prefixes = scores.plan, scores.rule, scores.alpha, scores.prefixes
+    dq, dk, dalpha, dbias, once, dcol_bias, *_ = into
     pos = given.pos
-    weights = _weights(scores, spec, given)
+    weights = [_weights(scores, spec, x) for x in given.by_prefix(prefixes)]
     assert dk is None or dk.dtype == alpha.dtype, "key gradients accumulate over row blocks, in full precision"
     # sum(g * s) = <alpha q, g k>, so dalpha is free with a query gradient; without one the scores must be kept.
-    keep_scores = dalpha is not None and dq is None
+    of_query = dq is not None or (dalpha is not None and prefixes.asked)
+    keep_scores = dalpha is not None and not of_query
     # Scores are kept without biases, which would round them.
     apart = keep_scores and not spec.filters and not (scores.bias is None and scores.col_bias is None)
-    ws = Workspace(plan, scores.q, scores.key, tiles=3 if keep_scores else 2)
+    ws = Workspace(
+        plan, scores.q, scores.key, tiles=(3 if keep_scores else 2) if not prefixes.asked else 3 + len(weights)
+    )
     # One row block whose gradient is written once needs no buffer. Several do: BLAS rounds by alignment in memory.
     direct = dq if once and dq is not None and dq.dtype == alpha.dtype and plan.rows >= plan.n else None
     for block, tiles in plan.blocks() if plan.m else ():
@@ -212,27 +238,38 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
             if twice:
                 tile = tile._replace(mirrored=True)
             k_CD = ws.key(scores.key, tile.cols)
-            g_RC, spare_RC = ws.tile(0, tile), ws.tile(1, tile)
-            s_RC = None if apart else _cached(scores, tile)
-            if s_RC is None:
-                s_RC = ws.tile(2, tile) if keep_scores else g_RC
-                products(scores, plain_RD, k_CD, tile, s_RC, spare_RC)
-                if not spec.filters:
-                    score_(scores, s_RC, tile, bias=not apart)
-                rule.exclude_(s_RC, tile)
-            weights.weigh(_biased(scores, s_RC, tile, out=g_RC) if apart else s_RC, g_RC, spare_RC, tile)
-            for at in rule.places(g_RC, tile):
-                at.put_(weights.positive(at.rows, both=scores.k is not None or tile.mirrored))
-            if dq is not None:
-                dq_RD.addmm_(g_RC, k_CD, beta=min(number, 1))  # the first product writes, the others add
-            if dk is not None and not twice:
-                part(dk, tile.cols).addmm_(g_RC.t(), q_RD)
+            spare_RC, factor_RC = ws.tile(1, tile), None
+            for prefix, weigher in enumerate(weights):
+                g_RC = ws.tile(3 + prefix if prefixes.asked else 0, tile)
+                s_RC = None if apart else _cached(scores, tile)
+                if s_RC is None:
+                    s_RC = p_RC = ws.tile(2, tile) if keep_scores else ws.tile(0, tile)
+                    products(scores, plain_RD, k_CD, tile, p_RC, spare_RC, prefix)
+                    if prefixes.asked:
+                        factor_RC = prefixes.factor(prefix, tile, ws.tile(2, tile))
+                        s_RC = _times_factor(p_RC, factor_RC, out=g_RC)
+                    if not spec.filters:
+                        score_(scores, s_RC, tile, bias=not apart)
+                    rule.exclude_(s_RC, tile)
+                weigher.weigh(_biased(scores, s_RC, tile, out=g_RC) if apart else s_RC, g_RC, spare_RC, tile)
+                for at in rule.places(g_RC, tile):
+                    at.put_(weigher.positive(at.rows, both=scores.k is not None or tile.mirrored))
+                if dbias is not None:
+                    dbias += g_RC.sum()
+                if dcol_bias is not None:
+                    part(dcol_bias, tile.cols).add_(g_RC.sum(0))
+                if factor_RC is not None:
+                    _add_norm_sums(g_RC.mul_(factor_RC), p_RC, spare_RC, tile, prefix, into)
+            for prefix in reversed(range(len(weights))):
+                g_RC, block_D = ws.tile(3 + prefix if prefixes.asked else 0, tile), prefixes.blocks[prefix]
+                if prefix + 1 < len(weights):
+                    g_RC.add_(ws.tile(4 + prefix, tile))
+                if of_query:  # the first product writes, the others add
+                    features(dq_RD, block_D).addmm_(g_RC, features(k_CD, block_D), beta=min(number, 1))
+                if dk is not None and not twice:
+                    features(part(dk, tile.cols), block_D).addmm_(g_RC.t(), features(q_RD, block_D))
             if dalpha is not None and twice:
                 dalpha -= torch.dot(q_RD.flatten(), dq_RD.flatten()) / (2 * alpha)
-            if dbias is not None:
-                dbias += g_RC.sum()
-            if dcol_bias is not None:
-                part(dcol_bias, tile.cols).add_(g_RC.sum(0))
             if dalpha is not None and keep_scores:
                 # Excluded pairs have s = -inf and g = 0: clamp s so that the product is 0, not NaN.
                 torch.clamp(s_RC, min=lowest(s_RC.dtype), out=spare_RC)
@@ -249,6 +286,15 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
             part(dq, block).add_(dq_RD.mul_(alpha))
     if given.row_sums is not None or given.col_sums is not None:
         _add_class_grads(dq, None if scores.k is None else dk, scores, spec, given)
+
+
+def _add_norm_sums(w_RC: Tensor, p_RC: Tensor, spare_RC: Tensor, tile: Tile, prefix: int, into: Gradients) -> None:
+    """The sums of score times gradient of one prefix: weights w = g r c, products p."""
+    torch.mul(w_RC, p_RC, out=spare_RC)
+    if into.drow_norm is not None:
+        into.drow_norm[tile.rows, prefix] += spare_RC.sum(1)
+    if into.dcol_norm is not None:
+        into.dcol_norm[tile.cols, prefix] += spare_RC.sum(0)
 
 
 # --- sums of scores -----------------------------------------------------------------------------------------------
