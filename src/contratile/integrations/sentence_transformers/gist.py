@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import reduce
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from contratile.losses.gist import gist_loss
 from contratile.losses.options import PairOptions
 
 TIE = 1e-6
-"""Pairs that the guide finds exactly as similar as the positive, such as duplicates, count: rounding must not decide."""
+"""Pairs that the guide finds as similar as the positive, such as duplicates, count, whichever way products round."""
 
 
 class GISTEmbedLoss(CheckedModule):
@@ -131,7 +132,7 @@ class GISTEmbedLoss(CheckedModule):
         rows: Any = features["input_ids"]
         if "cu_seq_lens_q" in features:
             flat, bounds = rows[0].tolist(), features["cu_seq_lens_q"].tolist()
-            rows = [flat[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+            rows = [flat[start:end] for start, end in pairwise(bounds)]
         texts = self.model.tokenizer.batch_decode(rows, skip_special_tokens=True)  # type: ignore[union-attr, operator]
         tokenize: Any = getattr(self.guide, "preprocess", None) or self.guide.tokenize
         device = next(iter(self.guide.parameters()), torch.empty(0)).device
