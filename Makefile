@@ -10,6 +10,8 @@ READY := .venv/ready
 DEMO := .venv/demo-ready
 export PIP_CONSTRAINT := $(abspath constraints.txt)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start many processes, which need not compile the package each time.
+unexport PYTHONDONTWRITEBYTECODE
 # One worker per core; each may start several ranks, which need memory. WORKERS=0 runs all tests in one process.
 WORKERS ?= logical
 PYTEST := -m pytest --numprocesses $(WORKERS) --maxprocesses 4

@@ -1,6 +1,7 @@
 """Settings of all tests: one thread per process, no network, which tests share a worker, and the end of the ranks."""
 
 import functools
+import gc
 import os
 import re
 import tempfile
@@ -29,13 +30,17 @@ os.environ["CONTRATILE_CACHE"] = _CACHE.name
 LONGEST = (
     "ranks",
     "tests/engine/kernels/test_interpreted.py",
-    "tests/train/test_loop.py",
     "tests/test_project.py",
-    "tests/bench/test_loss.py",
-    "tests/train/test_launch.py",
-    "tests/losses/test_memory.py",
-    "tests/losses/test_family.py",
+    "tests/train/test_loop.py",
     "tests/grad_cache/test_memory.py",
+    "tests/bench/test_loss.py",
+    "tests/train/test_clip_benchmark.py",
+    "tests/bench/test_data.py",
+    "tests/train/test_launch.py",
+    "tests/train/test_export.py",
+    "tests/losses/test_memory.py",
+    "tests/bench/test_cache.py",
+    "tests/losses/test_family.py",
 )
 """Groups that start first, so that no worker is left with one of them at the end."""
 
@@ -50,6 +55,12 @@ def group_of(file: str) -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {group: place for place, group in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(group_of(item.nodeid.split("::")[0]), len(LONGEST)))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: full collections, which many tests ask for, need not walk through all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -26,6 +26,9 @@ from torch._C._distributed_c10d import TCPStore
 
 READY = "ready"
 
+PRELOADED = ["tests.ranks", "tests.helpers", "contratile", "contratile.engine.autograd", "torch.nn.parallel"]
+"""What a process imports from which ranks are forked: each would take seconds for it."""
+
 
 class Outcome(NamedTuple):
     """How a rank ended: its result, its traceback, or neither if it died or was killed at the time-out."""
@@ -62,6 +65,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _context() -> Any:
+    """How ranks are started: forked from a process that has imported what they need and computed nothing."""
+    if sys.platform != "linux":
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 def _serve(rank: int, world: int, port: int, timeout: float, pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
@@ -90,7 +102,7 @@ class Pool:
     """`world` ranks that run one function after the other."""
 
     def __init__(self, world: int, *, timeout: float = 580.0) -> None:
-        context, port = mp.get_context("spawn"), free_port()
+        context, port = _context(), free_port()
         self.pipes, self.processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
@@ -119,7 +131,7 @@ class Pool:
         awaited = set(range(len(self.pipes)) if ranks is None else ranks)
         while awaited - found.keys() and time.monotonic() - start < limit:
             waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in found}
-            for rank in map(waiting.__getitem__, wait(list(waiting), timeout=1.0)):  # type: ignore[arg-type]
+            for rank in map(waiting.__getitem__, wait(list(waiting), timeout=1.0)):
                 try:
                     found[rank] = self.pipes[rank].recv()
                 except EOFError:

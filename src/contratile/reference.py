@@ -6,6 +6,7 @@ and knows nothing of tiles or process groups. `backend="dense"` runs its `pair_s
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from inspect import signature
 from typing import Any, Literal, get_args
 
 import torch
@@ -45,6 +46,7 @@ def pair_stats(
     differ: bool = False,
     same_id: SameId = "exclude",
     without_labelled: bool = False,
+    hardness: float = 0.0,
     teacher: Teacher | None = None,
     guide: Guide | None = None,
     guide_level: Tensor | None = None,
@@ -65,8 +67,9 @@ def pair_stats(
     Pairs of equal id do not count unless labelled; with `same_id="positive"` they are positives too, which ranks do not
     count. `without_labelled` leaves the labelled pairs out of the sums. With `margin`, products above the positive's
     product minus `margin` are dropped, for rows and columns separately. Products are compared before the scale (negated
-    if the scale is negative), so that exact ties stay ties. With a `guide`, pairs are dropped in the same way by its
-    products: those above the positive's minus `guide_margin` (times its absolute value if `guide_relative`).
+    if the scale is negative), so that exact ties stay ties. Rows read `hardness` times the product, as a constant, on
+    top of all scores but the labelled ones. With a `guide`, pairs are dropped in the same way by its products: those
+    above the positive's minus `guide_margin` (times its absolute value if `guide_relative`).
     """
     key = query if key is None else key
     products = query @ key.T
@@ -105,6 +108,8 @@ def pair_stats(
         counted = scores
         if margin < INF and bar is not None:
             counted = scores.masked_fill((order > bar - margin) & ~is_pos, -INF)
+        if hardness and side == "row":
+            counted = counted + (hardness * products.detach()).masked_fill(is_pos, 0)
         if similar_to_guide is not None and guide_level is not None:
             at = guide_level.unsqueeze(1) if side == "row" else _column_levels(guide_level, labels, len(key))
             limit = guide_limit(at, guide_margin, relative=guide_relative)
@@ -168,6 +173,11 @@ def cross_entropies(
     key_bias: Tensor | None = None,
     extra_bias: Tensor | None = None,
     hard_bias: Tensor | None = None,
+    hard_ids: Tensor | None = None,
+    share_hard_negatives: bool = False,
+    hardness_mode: str | None = None,
+    hardness_strength: float = 0.0,
+    further: Tensor | None = None,
     margin: float | None = None,
     label_smoothing: float = 0.0,
     teacher: Teacher | None = None,
@@ -179,11 +189,11 @@ def cross_entropies(
     guide_margin: float = 0.0,
     guide_margin_strategy: GuideMargin = "absolute",
 ) -> Tensor:
-    """The cross-entropy of each query against keys, extra keys and its hard negatives.
+    """The cross-entropy of each query against keys, extra keys and its hard negatives, which may be those of all.
 
-    Keys of a query's id do not count, or are positives too: then the target is the mean of the positives' scores. A
-    `teacher` adds the cross-entropy between the softmax of its scores and that of these. Keys that a `guide` finds more
-    similar than the positive do not count.
+    Keys of a query's id do not count, or are positives too: then the target is the mean of the positives' scores.
+    `further` scores [N, any number] are in the same softmax. A `teacher` adds the cross-entropy between the softmax of
+    its scores and that of these. Keys that a `guide` finds more similar than the positive do not count.
     """
     blocks = [query @ key.T]
     biases = [torch.zeros_like(blocks[0]) if key_bias is None else key_bias.expand_as(blocks[0])]
@@ -199,13 +209,20 @@ def cross_entropies(
         same.append(~counts[-1])
         if query_ids is not None and extra_ids is not None:
             same[-1] = query_ids.unsqueeze(1) == extra_ids
+    others = sum(block.shape[1] for block in blocks)
     if hard_negatives is not None:
-        blocks.append(torch.einsum("nd,nhd->nh", query, hard_negatives))
-        biases.append(torch.zeros_like(blocks[-1]) if hard_bias is None else hard_bias)
-        counts.append(torch.ones_like(blocks[-1], dtype=torch.bool) if hard_mask is None else hard_mask)
-        same.append(torch.zeros_like(counts[-1]))
+        blocks.append(torch.einsum("nd,mhd->nmh", query, hard_negatives).flatten(1))
+        biases.append(torch.zeros_like(blocks[-1]) if hard_bias is None else hard_bias.flatten().expand_as(blocks[-1]))
+        owned = torch.eye(len(query), dtype=torch.bool, device=query.device)
+        owned = owned.repeat_interleave(hard_negatives.shape[1], 1)
+        counted = torch.ones_like(owned) if hard_mask is None else hard_mask.flatten().expand_as(owned)
+        counts.append(counted if share_hard_negatives else counted & owned)
+        same.append(torch.zeros_like(counted))
+        if query_ids is not None and hard_ids is not None:
+            same[-1] = query_ids.unsqueeze(1) == hard_ids.flatten()
     similar, count, alike = torch.cat(blocks, 1), torch.cat(counts, 1), torch.cat(same, 1)
     is_label = F.pad(is_label, (0, similar.shape[1] - len(key)))
+    is_own = torch.zeros_like(is_label) if hard_negatives is None else F.pad(owned, (others, 0))
     is_pos = is_label
     if same_id == "positive":
         is_pos = (is_label | alike) & count
@@ -219,12 +236,16 @@ def cross_entropies(
         if extra_guide is not None:
             seen.append(guide[0] @ extra_guide.T)
         if hard_guide is not None:
-            seen.append(torch.einsum("nd,nhd->nh", guide[0], hard_guide))
+            seen.append(torch.einsum("nd,mhd->nmh", guide[0], hard_guide).flatten(1))
         level = seen[0].gather(1, labels.unsqueeze(1))
         limit = guide_limit(level, guide_margin, relative=guide_margin_strategy == "relative")
         count = count & ((torch.cat(seen, 1) <= limit) | is_label)
     scores = scale * similar + torch.cat(biases, 1)
-    lse = scores.masked_fill(~count, -INF).logsumexp(1)
+    if hardness_mode is not None:
+        hard = {"in_batch_negatives": ~is_own, "hard_negatives": is_own, "all_negatives": ~torch.zeros_like(is_own)}
+        scores = scores + hardness_strength * similar.detach() * (hard[hardness_mode] & ~is_label)
+    every = scores.masked_fill(~count, -INF)
+    lse = (every if further is None else torch.cat([every, further], 1)).logsumexp(1)
     mean = (scores * count).sum(1) / count.sum(1)
     pos = (scores * is_pos).sum(1) / is_pos.sum(1)
     losses = lse - (1 - label_smoothing) * pos - label_smoothing * mean
@@ -242,25 +263,25 @@ def prefix(x: Tensor, dim: int, normalize: bool) -> Tensor:
 
 def with_dims(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Decorator: `matryoshka_dims` sums a loss over truncated rows of both sides, extra keys and hard negatives."""
+    names = list(signature(loss).parameters)
+    truncated = *names[:2], "extra_keys", "hard_negatives"
 
     @wraps(loss)
     def call(
-        left: Tensor,
-        right: Tensor,
-        *arguments: Tensor | float,
+        *arguments: Any,
         matryoshka_dims: Sequence[int] | None = None,
         matryoshka_weights: Sequence[float] | None = None,
         matryoshka_normalize: bool = True,
         **options: Any,
     ) -> Tensor:
+        given = dict(zip(names, arguments, strict=False)) | options
         if matryoshka_dims is None:
-            return loss(left, right, *arguments, **options)
-        total = left.new_zeros(())
+            return loss(**given)
+        total = given[names[0]].new_zeros(())
         for dim, weight in zip(matryoshka_dims, matryoshka_weights or [1.0] * len(matryoshka_dims), strict=True):
-            cut = {name: options[name] for name in ("extra_keys", "hard_negatives") if options.get(name) is not None}
+            cut = {name: given[name] for name in truncated if given.get(name) is not None}
             cut = {name: prefix(x, dim, matryoshka_normalize) for name, x in cut.items()}
-            sides = (prefix(x, dim, matryoshka_normalize) for x in (left, right))
-            total = total + weight * loss(*sides, *arguments, **{**options, **cut})
+            total = total + weight * loss(**{**given, **cut})
         return total
 
     return call
@@ -323,13 +344,21 @@ def info_nce(
     ids: Ids | None = None,
     same_id: SameId = "exclude",
     in_batch_negatives: bool = True,
+    share_hard_negatives: bool = False,
+    directions: Sequence[str] = ("query_to_doc",),
+    partition_mode: str = "joint",
+    hardness_mode: str | None = None,
+    hardness_strength: float = 0.0,
     margin: float | None = None,
     label_smoothing: float = 0.0,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    **more: Any,
+    **negatives: Any,
 ) -> Tensor:
-    """Cross-entropy of each query against all keys; `labels` (default: 0, 1, 2, ...) index the positives."""
+    """Cross-entropy of each query against all keys; `labels` (default: 0, 1, 2, ...) index the positives.
+
+    With several `directions` the scores of all are in one softmax, or each has its own and the losses are averaged.
+    """
     labels = torch.arange(len(query), device=query.device) if labels is None else labels
     of_queries, of_keys = ids if isinstance(ids, tuple) else (ids, ids)
     options = {
@@ -337,9 +366,62 @@ def info_nce(
         "in_batch_negatives": in_batch_negatives,
         "margin": margin,
         "label_smoothing": label_smoothing,
+        "share_hard_negatives": share_hard_negatives,
+        "hardness_mode": hardness_mode,
+        "hardness_strength": hardness_strength,
     }
-    rows = cross_entropies(query, key, scale, labels, query_ids=of_queries, key_ids=of_keys, **options, **more)  # type: ignore[arg-type]  # one name for several types
+    joint = {}
+    if partition_mode == "joint":
+        of_hard = negatives.get("hard_negatives") if share_hard_negatives else None
+        others = negatives.get("extra_keys"), negatives.get("extra_ids"), of_hard, negatives.get("hard_ids")
+        joint["further"] = _other_directions(query, key, scale, (of_queries, of_keys), others, directions, margin)
+    rows = cross_entropies(
+        *(query, key, scale, labels), query_ids=of_queries, key_ids=of_keys, **options, **joint, **negatives
+    )  # type: ignore[arg-type]
+    if "doc_to_query" in directions and partition_mode == "per_direction":
+        cols = cross_entropies(key, query, scale, labels, query_ids=of_keys, key_ids=of_queries, margin=margin)
+        rows = (rows + cols) / 2
     return reduce_rows(rows, reduction, weights)
+
+
+def _other_directions(
+    query: Tensor,
+    key: Tensor,
+    scale: Tensor | float,
+    ids: tuple[Tensor | None, Tensor | None],
+    others: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    directions: Sequence[str],
+    margin: float | None,
+) -> Tensor:
+    """The scores of all directions but query to document, -inf where a pair does not count. `others` are extra keys,
+    their ids, hard negatives [N, H, D] and their ids."""
+    n = len(query)
+    extra, extra_ids, hard, hard_ids = others
+    own = torch.eye(n, dtype=torch.bool, device=query.device)
+    nobody = torch.zeros(n, 0, dtype=torch.bool, device=query.device)
+
+    def scores(left: Tensor, right: Tensor, left_ids: Tensor | None, right_ids: Tensor | None, out: Tensor) -> Tensor:
+        if left_ids is not None and right_ids is not None:
+            out = out | (left_ids.unsqueeze(1) == right_ids)
+        return (scale * left @ right.T).masked_fill(out, -INF)
+
+    found = [scores(query, query[:0], None, None, nobody)]
+    if "query_to_query" in directions:
+        found.append(scores(query, query, ids[0], ids[0], own))
+    if "doc_to_query" in directions:
+        same = torch.zeros_like(own) if ids[0] is None or ids[1] is None else ids[1].unsqueeze(1) == ids[0]
+        similar = key @ query.T
+        if margin is not None:
+            same = same | (similar > similar.diagonal().unsqueeze(1) - margin)
+        found.append((scale * similar).masked_fill(same & ~own, -INF))
+    if "doc_to_doc" in directions:
+        found.append(scores(key, key, ids[1], ids[1], own))
+        if extra is not None:
+            found.append(scores(key, extra, ids[1], extra_ids, torch.zeros_like(own[:, :1])))
+        if hard is not None:
+            its_ids = None if hard_ids is None else hard_ids.flatten()
+            found.append(scores(key, hard.flatten(0, 1), ids[1], its_ids, own.repeat_interleave(hard.shape[1], 1)))
+    return torch.cat(found, 1)
 
 
 def nt_xent(z1: Tensor, z2: Tensor, temperature: Tensor | float = 0.5, *, reduction: Reduction = "mean") -> Tensor:

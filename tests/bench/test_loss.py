@@ -83,7 +83,7 @@ def test_csv_and_json_agree(results: Path) -> None:
 
 def test_plots_are_images_and_can_be_drawn_again(results: Path, tmp_path: Path) -> None:
     assert not list(results.glob(".*"))
-    assert shell("bench", "plot", str(results / "loss.json"), "--out", str(tmp_path)).returncode == 0
+    assert main(["bench", "plot", str(results / "loss.json"), "--out", str(tmp_path)]) == 0
     for folder in (results, tmp_path):
         for name in ("loss_memory.png", "loss_time.png"):
             content = (folder / name).read_bytes()
@@ -185,21 +185,17 @@ def test_contestants_of_this_package_agree_with_the_reference() -> None:
 
 
 @pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")  # of the packages
 @pytest.mark.parametrize("name", ["open_clip", "inf_cl_ring", "sentence_transformers"])
 def test_peers_compute_the_same_loss(name: str) -> None:
-    code = f"""
-from contratile.bench.contestants.loss import *
-with quiet():
-    problem = LossProblem.make(100, 256, scale=14.3)
-    value = LOSS_CONTESTANTS[{name!r}].load()(*problem.args)
-    got = [x.grad for x in problem.features]
-    problem.clear()
-    truth = LOSS_CONTESTANTS["dense"].load()(*problem.args)
-torch.testing.assert_close(value, truth, rtol=1e-5, atol=1e-6)
-torch.testing.assert_close(got, [x.grad for x in problem.features], rtol=1e-4, atol=1e-7)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    with harness.quiet():
+        problem = cases.LossProblem.make(100, 256, scale=14.3)
+        value = cases.LOSS_CONTESTANTS[name].load()(*problem.args)
+        got = [x.grad for x in problem.features]
+        problem.clear()
+        truth = cases.LOSS_CONTESTANTS["dense"].load()(*problem.args)
+    torch.testing.assert_close(value, truth, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got, [x.grad for x in problem.features], rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,23 @@
 """`contratile bench plan`: the list, the errors, one point."""
 
 import ctypes
+import fcntl
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from contratile.bench import plan_point
 from contratile.bench.plan import PlanBenchConfig, PlanSeries
 from contratile.bench.plan_points import POINTS, Point
 from contratile.bench.plan_server import PointServer
 from contratile.bench.plots.plan import error_lines, errors
 from contratile.bench.rows import PlanRow
+from tests.processes import until
 
 ROW = PlanRow(
     contestant="tiny",
@@ -68,6 +74,29 @@ def test_points_are_run_and_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
         assert row["status"] == "ok" and row["seconds_best"] > 0 and row["predicted_seconds"] > 0
         assert row["world"] == point.world and row["allocator"] == "returning"
         assert -5 < row["measured_mib"] - row["predicted_mib"] < 25
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_rank_that_fails_ends_and_the_others_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits for rank 1 to end, as it does in a collective; what is reported is what failed first."""
+    monkeypatch.setenv("RANK", "")
+    monkeypatch.setenv("CONTRATILE_STORE", "")
+
+    def measure(*args: Any) -> dict[str, Any]:
+        lock = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
+        if os.environ["RANK"] == "1":
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            (tmp_path / "held").touch()
+            raise ValueError("too large")
+        assert until((tmp_path / "held").exists)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        raise RuntimeError("the connection was closed")
+
+    monkeypatch.setattr(plan_point, "measure", measure)
+    monkeypatch.setattr(plan_point, "definition", lambda point: ())
+    point = {"model": "tiny", "batch": 4, "chunk": 2, "world": 2, "threads": 1}
+    assert plan_point.answer(point) == {"status": "failed: ValueError: too large"}
 
 
 def test_every_so_many_points() -> None:

@@ -7,6 +7,7 @@ import statistics
 import string
 import warnings
 from functools import partial
+from itertools import combinations, product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +24,7 @@ from contratile.integrations.sentence_transformers import (
     MultipleNegativesRankingLoss,
     MultipleNegativesSymmetricRankingLoss,
 )
+from contratile.integrations.sentence_transformers.duplicates import duplicate_ids
 from tests.helpers import randn
 from tests.ranks import pool
 from tests.torchvision_repair import repair_torchvision
@@ -110,6 +112,24 @@ def test_values_and_gradients(
         torch.testing.assert_close(value_and_grads(ours, embeddings), value_and_grads(want, embeddings))
 
 
+ALL = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("number", [2, 3, 4])
+@pytest.mark.parametrize("name", ["cos_sim", "dot_score"])
+def test_directions_and_hardness(theirs: ModuleType, number: int, name: str) -> None:
+    embeddings, scale = columns(number, n=13), 20.0 if name == "cos_sim" else 1.0
+    joint = [("query_to_doc", *more) for size in range(4) for more in combinations(ALL[1:], size)]
+    for directions, mode in product([*joint, None], [None, "in_batch_negatives", "hard_negatives", "all_negatives"]):
+        options: dict[str, Any] = SYMMETRIC if directions is None else {"directions": directions}
+        options = {**options, "hardness_mode": mode, "hardness_strength": 0.0 if mode is None else 3.0}
+        want = theirs.MultipleNegativesRankingLoss(Given(), scale, similarity(name), **options)
+        ours = MultipleNegativesRankingLoss(Given(), scale, similarity(name), **options, tile=8)
+        got = value_and_grads(ours, embeddings)
+        torch.testing.assert_close(got, value_and_grads(want, embeddings), rtol=1e-5, atol=2e-6)
+
+
 @pytest.mark.peers
 @pytest.mark.filterwarnings("ignore:The MultipleNegativesSymmetricRankingLoss is deprecated")
 @pytest.mark.parametrize("number", [2, 3])
@@ -191,7 +211,7 @@ def test_wrapped_in_matryoshka(theirs: ModuleType) -> None:
 
 @pytest.mark.peers
 def test_card_entries_are_theirs(theirs: ModuleType) -> None:
-    for options in ({}, SYMMETRIC):
+    for options in ({}, SYMMETRIC, {"directions": ALL}, {"directions": SYMMETRIC["directions"]}):
         ours = MultipleNegativesRankingLoss(Given(), **options)
         want = theirs.MultipleNegativesRankingLoss(Given(), **options)
         card = ours.get_config_dict()
@@ -225,6 +245,8 @@ def test_attributes_are_theirs(theirs: ModuleType, name: str) -> None:
         {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"},
         {"hardness_strength": 5.0},
         {"hardness_strength": 0.0, "hardness_mode": "hard_negatives"},
+        {"hardness_strength": 3.0, "hardness_mode": "all_negatives"},
+        {"directions": ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"), "partition_mode": "joint"},
     ]
     for change in changes:
         for loss in (ours, want):
@@ -258,15 +280,12 @@ def test_what_is_set_is_refused_as_what_is_given(theirs: ModuleType, name: str) 
         with pytest.raises(TypeError, match=r"similarity_fct: expected .*, got .*: pass one of the two, or use"):
             loss.similarity_fct = bad
         assert loss.similarity_fct is util.cos_sim
-    others = {"directions": ("query_to_doc", "doc_to_doc"), "partition_mode": "both", "hardness_mode": "easy"}
+    others = {"directions": ("doc_to_query",), "partition_mode": "both", "hardness_mode": "easy"}
     for attribute, other in {**others, "hardness_strength": -1.0}.items():
         with pytest.raises(ValueError, match=attribute):
             setattr(loss, attribute, other)
-    loss.hardness_mode = "hard_negatives"
-    with pytest.raises(ValueError, match=r"hardness_mode and hardness_strength: expected at most one of them"):
-        loss.hardness_strength = 2.0
-    loss.directions, loss.partition_mode = ("query_to_doc", "doc_to_query"), "joint"
-    with pytest.raises(ValueError, match="partition_mode: expected 'per_direction' for two directions"):
+    loss.directions, loss.partition_mode = ("query_to_doc", "doc_to_doc"), "per_direction"
+    with pytest.raises(ValueError, match=r"directions and partition_mode: .*'doc_to_doc' never contains it"):
         loss(texts_of(2, 12))
 
 
@@ -287,15 +306,12 @@ def test_margin_is_in_cosines(options: dict[str, Any]) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (
-        {"hardness_mode": "hard_negatives", "hardness_strength": 5.0},
-        "hardness_mode .* got 'hard_negatives' of strength 5",
-    ),
     ({"hardness_strength": -1.0}, "hardness_strength: expected a number from 0 up, got -1.0. It multiplies"),
     ({"hardness_mode": "easy"}, "hardness_mode: expected one of 'in_batch_negatives', .* got 'easy'"),
-    ({"directions": ("query_to_doc", "query_to_query")}, "directions: .*Drop 'query_to_query'"),
-    ({"directions": ("query_to_doc", "doc_to_query", "doc_to_doc")}, "directions: .*Drop 'doc_to_doc'"),
-    ({"directions": ("query_to_doc", "doc_to_query")}, "partition_mode: .*Pass partition_mode='per_direction'"),
+    (
+        {"directions": ("query_to_doc", "query_to_query"), "partition_mode": "per_direction"},
+        "directions and partition_mode: .*drop 'query_to_query'",
+    ),
     ({"directions": ("doc_to_query",)}, "directions: expected 'query_to_doc' among them"),
     ({"directions": ("query_to_doc", "doc_to_image")}, "directions: expected one of"),
     ({"directions": "query_to_doc"}, "directions: expected a tuple"),
@@ -338,6 +354,61 @@ def test_one_column_is_refused() -> None:
         MultipleNegativesRankingLoss(Given())([{"embedding": randn(3, 4, seed=0)}], None)
 
 
+# --- duplicates ---------------------------------------------------------------------------------------------------
+
+
+def repeated(number: int, n: int) -> list[dict[str, Tensor]]:
+    """Texts of few tokens, many of them equal, padded on either side."""
+    found = []
+    for seed in range(number):
+        length = 3 + seed
+        words = torch.randint(1, 6, (n, 3), generator=torch.Generator().manual_seed(seed))
+        mask = torch.zeros(n, length, dtype=torch.long)
+        tokens = torch.randint(90, 99, (n, length))
+        for row in range(n):
+            size, start = 2 + row % 2, (row + seed) % 2 * (length - 3)
+            tokens[row, start : start + size], mask[row, start : start + size] = words[row, :size], 1
+        found.append({"input_ids": tokens, "attention_mask": mask, "embedding": randn(n, 6, seed=seed)})
+    return found
+
+
+def texts(columns: list[dict[str, Tensor]]) -> list[list[tuple[int, ...]]]:
+    pairs = [zip(x["input_ids"], x["attention_mask"].bool(), strict=True) for x in columns]
+    return [[tuple(tokens[mask].tolist()) for tokens, mask in each] for each in pairs]
+
+
+def test_ids_of_texts() -> None:
+    """Pairs that share a text, directly or through others, have one id; so has a hard negative that is such a text."""
+    columns, n = repeated(4, 20), 20
+    left, right, *hard = texts(columns)
+    group = {text: {text} for text in left + right}
+    for a, b in zip(left, right, strict=True):
+        joined = group[a] | group[b]
+        group |= dict.fromkeys(joined, joined)
+    ids = duplicate_ids(columns, everywhere=False)
+    assert ids.negatives is not None and 2 < len(ids.pairs.unique()) < n
+    for i, j in product(range(n), range(n)):
+        assert (ids.pairs[i] == ids.pairs[j]) == (left[j] in group[left[i]])
+        for column, negatives in enumerate(hard):
+            assert (ids.pairs[i] == ids.negatives[j, column]) == (negatives[j] in group[left[i]])
+
+
+@pytest.mark.parametrize("options", [{}, {"directions": ALL}], ids=["one", "all"])
+def test_duplicates_are_excluded(options: dict[str, Any]) -> None:
+    columns = repeated(3, 16)
+    loss = MultipleNegativesRankingLoss(Given(), exclude_duplicates=True, **options)
+    ids = duplicate_ids(columns, everywhere=False)
+    query, key, hard = (nn.functional.normalize(x["embedding"], dim=1) for x in columns)
+    more: dict[str, Any] = {"hard_negatives": hard.unsqueeze(1), "share_hard_negatives": True, **options}
+    want = ct.reference.info_nce(query, key, 20.0, ids=ids.pairs, hard_ids=ids.negatives, **more)
+    torch.testing.assert_close(loss(columns), want)
+    assert not torch.allclose(want, ct.info_nce(query, key, 20.0, **more))
+    with pytest.raises(ValueError, match="exclude_duplicates: expected texts, got embeddings alone"):
+        loss.compute_loss_from_embeddings([query, key])
+    with pytest.raises(ValueError, match="exclude_duplicates: expected padded input_ids in every column"):
+        loss([{"embedding": query}, {"embedding": key}])
+
+
 # --- many ranks ---------------------------------------------------------------------------------------------------
 
 
@@ -368,8 +439,13 @@ def alone(sizes: tuple[int, ...], columns: int) -> Tensor:
     return value.detach()
 
 
+GTE: dict[str, Any] = {"directions": ALL, "exclude_duplicates": True}
+
+
 @pytest.mark.parametrize("sizes", [(6, 6), (8, 3)], ids=str)
-@pytest.mark.parametrize(("columns", "options"), [(2, {}), (4, {}), (3, SYMMETRIC)], ids=["2", "4", "3 both ways"])
+@pytest.mark.parametrize(
+    ("columns", "options"), [(2, {}), (4, {}), (3, SYMMETRIC), (3, GTE)], ids=["2", "4", "3 both ways", "all"]
+)
 def test_negatives_are_shared(sizes: tuple[int, ...], columns: int, options: dict[str, Any]) -> None:
     model = Words()
     want = MultipleNegativesRankingLoss(model, **options)(texts_of(columns, sum(sizes)), None)

@@ -19,6 +19,7 @@ from contratile.integrations.sentence_transformers import (
 )
 from tests.grad_cache.towers import ROUNDING, Tower, gap, gradients, padded, twins
 from tests.integrations.test_sentence_transformers import (
+    ALL,
     REFUSED,
     SYMMETRIC,
     Given,
@@ -31,6 +32,9 @@ from tests.integrations.test_sentence_transformers import (
 from tests.ranks import pool
 
 assert theirs  # the fixture
+
+
+GTE: dict[str, Any] = {"directions": ALL, "hardness_mode": "in_batch_negatives", "hardness_strength": 3.0}
 
 
 class Texts(nn.Sequential):
@@ -53,7 +57,7 @@ def columns(number: int, n: int = 21) -> list[dict[str, Tensor]]:
 @pytest.mark.peers
 @pytest.mark.parametrize("number", [2, 4])
 @pytest.mark.parametrize("size", [{"mini_batch_size": 4}, {"mini_batch_num_tokens": 20}], ids=["rows", "tokens"])
-@pytest.mark.parametrize("options", [{}, SYMMETRIC], ids=["one way", "both ways"])
+@pytest.mark.parametrize("options", [{}, SYMMETRIC, GTE], ids=["one way", "both ways", "all"])
 def test_values_and_gradients(theirs: ModuleType, number: int, size: dict[str, int], options: dict[str, Any]) -> None:
     """With dropout: mini-batches and their order are the package's, so the draws are the same."""
     ours, others = twins(Texts())
@@ -134,14 +138,16 @@ def test_equals_the_loss_that_keeps_everything(offload: Any) -> None:
     """Also without the package."""
     ours, others = twins(Words())
     texts = texts_of(3, 12)
-    value = CachedMultipleNegativesRankingLoss(ours[0], mini_batch_size=5, offload=offload)(texts, None)
+    texts[1]["input_ids"][5] = texts[1]["input_ids"][7]
+    same: dict[str, Any] = {"exclude_duplicates": True}
+    value = CachedMultipleNegativesRankingLoss(ours[0], mini_batch_size=5, offload=offload, **same)(texts, None)
     value.backward()
-    want = MultipleNegativesRankingLoss(others[0])(texts, None)
+    want = MultipleNegativesRankingLoss(others[0], **same)(texts, None)
     want.backward()
     assert value.item() == pytest.approx(want.item(), rel=1e-12)
     torch.testing.assert_close(gradients(*ours), gradients(*others))
     with torch.no_grad():
-        assert CachedMultipleNegativesRankingLoss(ours[0])(texts, None).item() == pytest.approx(want.item())
+        assert CachedMultipleNegativesRankingLoss(ours[0], **same)(texts, None).item() == pytest.approx(want.item())
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,14 @@ from contratile.train.config_file import to_toml
 from tests.train.runs import shapes, small
 
 fcntl = pytest.importorskip("fcntl")
-HOLD = "import sys; from pathlib import Path; from contratile.train.claim import claim; held = claim(Path(sys.argv[1]))"
+HOLD = "import sys; from pathlib import Path; from contratile.train.claim import claim; "
+HOLD += "held = [claim(Path(run)) for run in sys.argv[1:]]"
 
 
 @contextmanager
-def holder(run: Path) -> Iterator["subprocess.Popen[str]"]:
-    """A process that has claimed a run."""
-    words = [sys.executable, "-c", f"{HOLD}; print('held', flush=True); sys.stdin.read()", str(run)]
+def holder(*runs: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A process that has claimed runs."""
+    words = [sys.executable, "-c", f"{HOLD}; print('held', flush=True); sys.stdin.read()", *map(str, runs)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         yield process
@@ -59,13 +60,17 @@ def test_a_process_may_claim_again_and_gives_up_with_the_last_reference(tmp_path
     assert subprocess.run(words, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": "x", "host": 1}', "\0" * 3000, "[" * 900])
-def test_rubbish_in_the_file(text: str, tmp_path: Path) -> None:
-    with holder(tmp_path):
-        (tmp_path / LOCK).write_text(text)
-        with pytest.raises(ValueError, match="used by another process"):
-            claim(tmp_path)
-    assert claim(tmp_path) is not None
+def test_rubbish_in_the_file(tmp_path: Path) -> None:
+    rubbish = ["", "{", "[]", '{"pid": "x", "host": 1}', "\0" * 3000, "[" * 900]
+    runs = [tmp_path / str(number) for number in range(len(rubbish))]
+    for run in runs:
+        run.mkdir()
+    with holder(*runs):
+        for run, text in zip(runs, rubbish, strict=True):
+            (run / LOCK).write_text(text)
+            with pytest.raises(ValueError, match="used by another process"):
+                claim(run)
+    assert all(claim(run) is not None for run in runs)
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])

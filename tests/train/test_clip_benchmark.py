@@ -115,7 +115,7 @@ def test_other_prompts(run: Path, bench: Path, tmp_path: Path, capsys: pytest.Ca
     assert found["templates"] == 1
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])  # three: shares that differ
 def test_several_ranks_share_the_work(
     run: Path, bench: Path, expected: dict[str, dict[str, float]], tmp_path: Path, world: int
 ) -> None:

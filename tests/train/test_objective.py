@@ -138,3 +138,35 @@ def test_matryoshka_dimensions(loss: Any) -> None:
 def test_what_matryoshka_dimensions_cannot_be(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="matryoshka"):
         LossConfig(**{"matryoshka_dims": (2, 4), **options}).check()
+
+
+ALL = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+
+
+@pytest.mark.parametrize("mode", ["in_batch_negatives", "hard_negatives"])
+def test_directions_and_hardness_reach_the_loss(mode: Any) -> None:
+    left, right, hard, scale = parts()
+    options: dict[str, Any] = {"directions": ALL, "hardness_mode": mode, "hardness_strength": 3.0}
+    config = LossConfig(loss="infonce", ids="right", hard_negatives="own", **options)
+    config.check()
+    found, stats, _ = batch_loss(config, left, right, pair_facts(chunk(TEXTS, NAMES, HARD), "right"), hard, scale=scale)
+    there = torch.tensor([[bool(text) for text in row] for row in HARD])
+    options |= {"hard_negatives": hard.view(N, H, D), "hard_mask": there, "ids": text_ids(TEXTS)}
+    expected, wanted = ct.info_nce(left, right, scale, return_stats=True, **options)
+    assert torch.equal(found, expected) and stats == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"loss": "clip", "directions": ALL}, "directions and hardness: expected --loss infonce, got clip"),
+        ({"directions": ALL, "partition_mode": "per_direction"}, "'query_to_query' never contains it"),
+        ({"hardness_strength": 2.0}, "hardness_strength: expected hardness_mode= beside it"),
+        ({"directions": ALL, "label_smoothing": 0.1}, "label_smoothing and directions or hardness"),
+        ({"directions": ALL, "margin": 0.1}, "margin and directions or hardness"),
+        ({"hardness_mode": "all_negatives", "hardness_strength": 2.0, "same_id": "positive"}, "same_id=positive and"),
+    ],
+)
+def test_directions_that_mean_nothing(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        LossConfig(**{"loss": "infonce", **options}).check()

@@ -1,5 +1,6 @@
-"""FSDP: two processes that share the weights out learn what one process learns, and checkpoints fit both."""
+"""Two processes learn what one process learns, also if they share the weights out (FSDP); checkpoints fit both."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from contratile.train import checkpoint
 from contratile.train.config import TrainConfig
 from contratile.train.loop import Trainer
 from contratile.train.setup import check_sharding
@@ -40,6 +42,18 @@ def trained(config: TrainConfig, variables: dict[str, str]) -> dict[str, Any]:
             del os.environ[name]
     kinds = {type(module).__name__ for module in trainer.cache.feed.encoders[:2]}
     return {"held": held, "of": of, "metrics": outcome.metrics, "found": outcome.held_out is not None, "kinds": kinds}
+
+
+def test_two_ranks_do_what_one_process_does(table: Path, tmp_path: Path) -> None:
+    Trainer(small(table, tmp_path / "one")).run()
+    pool(2).run(trained, small(table, tmp_path / "two"), {})
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert len(one) == len(two) == 6
+    torch.testing.assert_close(torch.tensor(two), torch.tensor(one), rtol=1e-4, atol=1e-4)
+    _, facts = checkpoint.load(tmp_path / "two" / "best")
+    assert len(facts["loader"]) == 2, "each process told its position"
+    found = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
+    assert any("text_to_image_R@10" in entry for entry in found)
 
 
 def test_shards_learn_what_one_process_learns(table: Path, tmp_path: Path) -> None:

@@ -126,7 +126,9 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
             found.append(json.loads(text))
         except ValueError:
             return {"status": f"failed: process ended with code {next((code for code in codes if code), 0)}"}
-    return next((one for one in found if "status" in one), found[0] | _most(found))
+    failures = [one for one in found if "status" in one]
+    # What failed first: the others lost it.
+    return {"status": min(failures, key=lambda one: one["at"])["status"]} if failures else found[0] | _most(found)
 
 
 def _most(found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -146,23 +148,29 @@ class Rank(NamedTuple):
 
 
 def _fork(rank: int, hold: int, release: int, work: Callable[[], dict[str, Any]]) -> Rank:
-    """Do some work in a process that ends once all are done: no rank loses its peers in the middle of a step."""
+    """Do some work in a process that ends once all are done: no rank loses its peers in the middle of a step.
+
+    One that failed ends at once, so that its peers lose their connection and end too, instead of waiting for it.
+    """
     answers, send = os.pipe()
     pid = os.fork()
     if pid:
         os.close(send)
         return Rank(pid, answers)
-    os.close(release)
-    os.environ["RANK"] = str(rank)
     try:
-        with quiet():
-            found = work()
-    except Exception as error:
-        found = {"status": f"failed: {describe(error)}"}
-    os.write(send, json.dumps(found).encode())
-    os.close(send)
-    os.read(hold, 1)
-    os._exit(0)  # without destructors: that of a process group may wait for a thread that waits for Python's lock
+        os.close(release)
+        os.environ["RANK"] = str(rank)
+        try:
+            with quiet():
+                found = work()
+        except Exception as error:
+            found = {"status": describe(error), "at": time.monotonic()}
+        with os.fdopen(send, "w") as said:
+            said.write(json.dumps(found))
+        if "status" not in found:
+            os.read(hold, 1)
+    finally:  # without destructors: that of a process group may wait for a thread that waits for Python's lock
+        os._exit(0)
 
 
 def main() -> None:

@@ -89,11 +89,8 @@ def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     """One trip round the ring. The cache, if asked for, is empty where nothing fits into it."""
     spec = _resolved(spec, x)
     alpha = _alpha(x.scale, spec, accumulation_dtype(x.query.dtype))
-    pos = (
-        None
-        if x.labels is None
-        else alpha.new_zeros(x.query.shape[0], *([len(spec.prefixes)] if spec.prefixes else ()))
-    )
+    prefixes = [len(spec.prefixes)] if spec.prefixes else []
+    pos = None if x.labels is None else alpha.new_zeros(x.query.shape[0], *prefixes)
     factors = _factors(x, spec)
     items = cached_items(ring, x, spec)
     cache = reserve.take(sum(items), alpha) if spec.cache_bytes else None
@@ -274,6 +271,13 @@ def _key_bias(x: Inputs, spec: Spec, alpha: Tensor) -> Tensor | None:
     return None if x.key_bias is None else x.key_bias.to(alpha.dtype) / spec.unit
 
 
+def _hardness(alpha: Tensor, spec: Spec) -> Tensor | None:
+    """NaN for a negative scale, which losses refuse where they can read it: a row would not know its hard negatives."""
+    if not spec.hardness:
+        return None
+    return torch.where(alpha > 0, alpha + spec.hardness / spec.unit, torch.nan)
+
+
 def _resolved(spec: Spec, x: Inputs) -> Spec:
     if spec.precision is None and x.query.is_cpu and spec.backend != "triton":
         return spec  # a CPU has no choice
@@ -324,6 +328,7 @@ def _scores(
         folded=folded,
         col_bias=visitor.bias,
         prefixes=Prefixes.of(spec.prefixes, own.factor, visitor.factor),
+        hardness=_hardness(alpha, spec),
         teacher=_teacher(x, visitor, spec, own, home=home),
         guide=_guide(x, visitor, alpha, own),
     )

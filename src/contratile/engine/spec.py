@@ -123,6 +123,10 @@ class Spec(NamedTuple):
     guide_relative: bool = False
     """The margin is a share of the positive's (absolute) product."""
 
+    hardness: float = 0.0
+    """Rows read `hardness` times the product on top of the score of every pair but their labelled positive. It has no
+    gradient, nor has a column, a sum or a rank any of it. Log-sum-exps of two sets without a margin only."""
+
     @property
     def unit(self) -> float:
         """Nats per unit of the scores: log-sum-exps are computed in base 2."""

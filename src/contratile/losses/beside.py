@@ -34,6 +34,16 @@ def features_of(options: PairOptions) -> list[Tensor]:
     return [x for x in given if isinstance(x, Tensor)]
 
 
+def named_models(options: PairOptions) -> list[object]:
+    """What every rank must agree on."""
+    found: list[object] = []
+    if options.teacher is not None:
+        found += ["teacher", options.teacher_weight, options.teacher_temperature, options.return_terms]
+    if options.guide is not None:
+        found += ["guide", options.guide_margin, options.guide_margin_strategy]
+    return found + [f"{x.dtype} x {x.shape[1]}" for x in features_of(options) if x.dim() == 2]
+
+
 def check_teacher(options: PairOptions, query: Tensor, key: Tensor) -> None:
     """Refuse a teacher that cannot be used, and options that mean nothing beside it, or without it."""
     weight, temperature = options.teacher_weight, options.teacher_temperature
@@ -68,6 +78,8 @@ def check_teacher(options: PairOptions, query: Tensor, key: Tensor) -> None:
         label_smoothing="The teacher's softmax is a target for all keys already.",
         same_id="The teacher says which keys are alike.",
         matryoshka_dims="A teacher's targets are for all features.",
+        directions="A teacher's softmax is that of one direction; clip_loss has both.",
+        hardness_mode="The student's softmax must be that of its scores.",
     )
 
 
@@ -102,6 +114,9 @@ def check_guide(options: PairOptions, query: Tensor, key: Tensor) -> None:
         label_smoothing="Smoothing needs the set of keys before they are compared.",
         same_id="A guide drops what may be positive.",
         matryoshka_dims="Prefixes are computed in tiles of their own.",
+        directions="A guide's limits are those of queries against keys.",
+        hardness_mode="Hardness is computed in tiles of its own.",
+        share_hard_negatives="Pass them as extra_keys with extra_guide.",
     )
 
 
@@ -114,6 +129,9 @@ def _check_alone(what: str, options: PairOptions, *others: str, **reasons: str) 
         "label_smoothing": bool(options.label_smoothing),
         "same_id": options.several_positives,
         "matryoshka_dims": options.matryoshka_dims is not None,
+        "directions": options.more.several,
+        "hardness_mode": bool(options.more.hardness),
+        "share_hard_negatives": options.more.share_hard_negatives,
     }
     for name in (*others, *reasons):
         if given[name]:

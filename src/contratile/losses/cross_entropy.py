@@ -4,12 +4,15 @@
 
 over the keys that count for query i: keys of all ranks, extra keys of all ranks, and its own hard negatives. Each
 source gives a log-sum-exp, and `logaddexp` joins them. With several positives (`same_id="positive"`) their mean score
-takes the place of pos_i. Without negatives from the batch, keys give no more than the positives.
+takes the place of pos_i. Without negatives from the batch, keys give no more than the positives. With more directions
+(`directions.py`) further log-sum-exps join them.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,27 +65,34 @@ def cross_entropies(
     spec = spec._replace(
         guide_margin=float(options.guide_margin), guide_relative=options.guide_margin_strategy == "relative"
     )
-    own, extra = _shared_cache(spec, rings)
+    share = _shared_cache(spec, rings, options)
     spared = None
     if query_ids is not None and key_ids is not None and not options.several_positives:
         spared = query_ids == key_ids[labels]
     if options.in_batch_negatives:
-        stats = pair_stats(rings.keys, x, _with_sums(x, own, options))
+        own = _with_sums(x, share(sum(rings.keys.sizes)), options)
+        stats = pair_stats(rings.keys, x, own._replace(hardness=options.more.in_batch))
         assert stats.pos is not None
         rows = _tally(stats.row, stats.pos, spared, _without_bias(stats, x))
     else:
         stats, rows = _positives_alone(x, spec, options)
         assert stats.pos is not None
     if rings.extra is not None and any(rings.extra.sizes):
-        rows = rows.join(_extra_keys(x, stats, options, extra, rings.extra), stats)
+        rows = rows.join(_extra_keys(x, stats, options, share(sum(rings.extra.sizes)), rings.extra), stats)
     elif options.extra_keys is not None:  # none on any rank: keep them in the graph
         rows = rows._replace(above=rows.above + options.extra_keys.to(stats.pos.dtype).sum())
-    if options.hard_negatives is not None:
+    if rings.hard is not None and options.hard_negatives is not None and options.hard_negatives.shape[1]:
+        rows = rows.join(_shared_hard_negatives(x, stats, options, share(sum(rings.hard.sizes)), rings.hard), stats)
+    elif options.hard_negatives is not None:
         rows = rows.join(_hard_negatives(x, stats, options, options.hard_negatives), stats)
     cols = _tally(stats.col, stats.pos, spared, _without_bias(stats, x)) if spec.cols else None
     losses = _loss(rows, stats.pos, options)
-    if cols is not None:
+    if cols is not None and options.more.back and options.more.partition_mode == "joint":
+        losses = stats.logaddexp(losses, cols.above)
+    elif cols is not None:
         losses = losses + _loss(cols, stats.pos, options)
+    for above in _same_type(x, stats, options, share, rings):
+        losses = stats.logaddexp(losses, above)
     if nested is not None:
         losses = nested.total(losses)
     distill = None if options.teacher is None else _distill(stats, spec, options)
@@ -134,13 +144,15 @@ def _positives_alone(x: Inputs, spec: Spec, options: PairOptions) -> tuple[PairS
     return stats._replace(pos=pos, level=level), _without_positives(tally) if options.several_positives else tally
 
 
-def _shared_cache(spec: Spec, rings: Rings) -> tuple[Spec, Spec]:
-    """Keys and extra keys share the memory of the cache in proportion to their numbers."""
-    if rings.extra is None or not spec.cache_bytes:
-        return spec, spec
-    keys, extras = sum(rings.keys.sizes), sum(rings.extra.sizes)
-    share = spec.cache_bytes * keys // (keys + extras)
-    return spec._replace(cache_bytes=share), spec._replace(cache_bytes=spec.cache_bytes - share)
+def _shared_cache(spec: Spec, rings: Rings, options: PairOptions) -> Callable[[int], Spec]:
+    """The spec of a call with some of the keys: all calls share the memory of the cache in proportion to these."""
+    if not spec.cache_bytes:
+        return lambda keys: spec
+    both_types = 1 + ("doc_to_doc" in options.more.names)
+    keys, extras, column = (0 if ring is None else sum(ring.sizes) for ring in rings)
+    hard = 0 if options.hard_negatives is None else options.hard_negatives.shape[1] * column
+    calls = keys * (both_types + ("query_to_query" in options.more.names)) + (extras + hard) * both_types
+    return lambda keys: spec._replace(cache_bytes=spec.cache_bytes * keys // calls)
 
 
 def _with_sums(x: Inputs, spec: Spec, options: PairOptions) -> Spec:
@@ -214,23 +226,98 @@ def lse_above(level: Tensor, side: SideStats, *, floor: bool = True) -> Tensor:
 
 
 def _extra_keys(x: Inputs, stats: PairStats, options: PairOptions, spec: Spec, ring: Ring) -> Tally:
-    assert stats.pos is not None
-    given = options.extra_ids is not None
     assert options.extra_keys is not None
-    nested = options.matryoshka
+    return _more_keys(x, stats, options, spec, ring, options.extra_keys, options.extra_ids, options.extra_bias)
+
+
+def _more_keys(
+    x: Inputs,
+    stats: PairStats,
+    options: PairOptions,
+    spec: Spec,
+    ring: Ring,
+    keys: Tensor,
+    ids: Tensor | None,
+    bias: Tensor | None,
+    *,
+    exclude_self: bool = False,
+) -> Tally:
+    """What queries read from keys that hold no positive. `exclude_self`: query i is not compared with key i."""
+    assert stats.pos is not None
+    given, nested = ids is not None, options.matryoshka
     more = x._replace(
-        key=options.extra_keys if nested is None else nested.truncated(options.extra_keys),
-        key_bias=options.extra_bias,
+        key=keys if nested is None else nested.truncated(keys),
+        key_bias=bias,
         labels=None,
         query_ids=x.query_ids if given else None,
-        key_ids=options.extra_ids.long() if options.extra_ids is not None else None,
+        key_ids=ids.long() if ids is not None else None,
         query_level=stats.level,
         guide_key=options.extra_guide,
         guide_level=stats.guide_level,
     )
-    found = pair_stats(ring, more, _with_sums(more, spec._replace(cols=False), options))
+    spec = spec._replace(cols=False, exclude_self=exclude_self, hardness=options.more.in_batch)
+    found = pair_stats(ring, more, _with_sums(more, spec, options))
     tally = _tally(found.row, stats.pos, None, own=False)
     return tally if given or not options.several_positives else _without_positives(tally)
+
+
+def _shared_hard_negatives(x: Inputs, stats: PairStats, options: PairOptions, spec: Spec, ring: Ring) -> Tally:
+    """Hard negatives that all queries are compared with, in one call unless a query's own weigh differently."""
+    hard, ids, bias = options.hard_negatives, options.hard_ids, options.hard_bias
+    assert hard is not None
+    if options.more.own == options.more.in_batch:
+        all_hard, ids, bias = (None if t is None else t.flatten(0, 1) for t in (hard, ids, bias))
+        assert all_hard is not None
+        count = hard.shape[1]
+        spec = spec._replace(cache_bytes=spec.cache_bytes * count)
+        ring = ring._replace(sizes=tuple(count * size for size in ring.sizes))
+        return _more_keys(x, stats, options, spec, ring, all_hard, ids, bias)
+    tally = _hard_negatives(x, stats, options, hard)
+    for keys, its_ids, its_bias in _columns(hard, ids, bias):
+        others = _more_keys(x, stats, options, spec, ring, keys, its_ids, its_bias, exclude_self=True)
+        tally = tally.join(others, stats)
+    return tally
+
+
+def _columns(hard: Tensor, *more: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """One hard negative of each query after the other, with the same columns of other tensors."""
+    sides = [repeat(None) if x is None else x.unbind(1) for x in more]
+    return zip(hard.unbind(1), *sides, strict=False)
+
+
+def _same_type(
+    x: Inputs, stats: PairStats, options: PairOptions, share: Callable[[int], Spec], rings: Rings
+) -> list[Tensor]:
+    """Log-sum-exps, above the positives' scores, of queries over other queries, and of documents over documents."""
+    pos, found = stats.pos, []
+    assert pos is not None
+
+    def read(ring: Ring, inputs: Inputs, *, exclude_self: bool = True) -> None:
+        spec = share(sum(ring.sizes))._replace(cols=False, paired=False, ranks=False, exclude_self=exclude_self)
+        found.append(lse_above(pos, pair_stats(ring, inputs, spec).row, floor=False))
+
+    if "query_to_query" in options.more.names:
+        read(
+            rings.keys, Inputs(x.query, None, x.scale, query_ids=x.query_ids, key_ids=x.query_ids, stand_in=x.stand_in)
+        )
+    if "doc_to_doc" in options.more.names and x.key is not None:
+        proxy = None if share(0).backend == "dense" else stand_in(x.key)
+        documents = x.key if proxy is None else x.key.detach()
+        x = Inputs(documents, None, x.scale, query_ids=x.key_ids, key_ids=x.key_ids, stand_in=proxy)
+        read(rings.keys, x)
+        if rings.extra is not None and any(rings.extra.sizes):
+            read(rings.extra, _compared(x, options.extra_keys, options.extra_ids), exclude_self=False)
+        if rings.hard is not None and options.hard_negatives is not None:
+            for keys, ids in _columns(options.hard_negatives, options.hard_ids):
+                read(rings.hard, _compared(x, keys, ids))
+    return found
+
+
+def _compared(x: Inputs, key: Tensor | None, ids: Tensor | None) -> Inputs:
+    """The same queries with other keys, and with their ids if these have some."""
+    return x._replace(
+        key=key, query_ids=None if ids is None else x.query_ids, key_ids=None if ids is None else ids.long()
+    )
 
 
 def _without_positives(tally: Tally) -> Tally:
@@ -273,6 +360,8 @@ def _hard_negatives(x: Inputs, stats: PairStats, options: PairOptions, hard: Ten
     counts = torch.ones_like(scores, dtype=torch.bool)
     if options.hard_mask is not None:
         counts = _with_axes(options.hard_mask, scores)
+    if options.hard_ids is not None and x.query_ids is not None:
+        counts = counts & _with_axes(options.hard_ids != x.query_ids.unsqueeze(1), scores)
     higher = None
     total = torch.where(counts, scores, 0).sum(1) if options.sums else None
     number = counts.sum(1) if options.sums else None
@@ -281,14 +370,15 @@ def _hard_negatives(x: Inputs, stats: PairStats, options: PairOptions, hard: Ten
         higher = (counts & (rising > stats.level.unsqueeze(1))).sum(1) if options.return_stats else None
         if options.margin is not None:
             counts = counts & (rising <= stats.level.unsqueeze(1) - options.margin)
+    if options.more.own:
+        scores = scores + stats.of_nats(options.more.own * products.detach())
     if stats.guide_level is not None and options.guide is not None and options.hard_guide is not None:
-        limit = guide_limit(
-            stats.guide_level, options.guide_margin, relative=options.guide_margin_strategy == "relative"
-        )
+        relative = options.guide_margin_strategy == "relative"
+        limit = guide_limit(stats.guide_level, options.guide_margin, relative=relative)
         counts = counts & (own_products(options.guide[0], options.hard_guide) <= limit.unsqueeze(1))
-    # A finite floor, not -inf: a query whose every negative is masked has a gradient of 0 here, not NaN.
     if options.hard_bias is not None:
         scores = scores + _with_axes(stats.of_nats(options.hard_bias.to(scores.dtype)), scores)
+    # A finite floor, not -inf: a query whose every negative is masked has a gradient of 0 here, not NaN.
     floor = torch.finfo(scores.dtype).min / 2
     above = torch.where(counts, scores - stats.pos.unsqueeze(1), floor)
     tally = Tally(stats.logsumexp(above, 1), total, number, higher)

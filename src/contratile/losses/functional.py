@@ -29,6 +29,7 @@ from contratile.losses.cross_entropy import (
     lse_above,
     sigmoid_stats,
 )
+from contratile.losses.directions import Direction, Directions, HardnessMode, PartitionMode
 from contratile.losses.options import Call, Ids, PairOptions, Rings
 from contratile.reference import Reduction
 from contratile.ring.nodes import RingKind
@@ -86,6 +87,18 @@ class PairKeywords(Keywords, total=False):
     guide_margin_strategy: GuideMargin
     extra_guide: Tensor | None
     hard_guide: Tensor | None
+
+
+class NegativeKeywords(PairKeywords, total=False):
+    """The keywords of `info_nce` alone."""
+
+    in_batch_negatives: bool
+    hard_ids: Tensor | None
+    share_hard_negatives: bool
+    directions: tuple[Direction, ...]
+    partition_mode: PartitionMode
+    hardness_mode: HardnessMode | None
+    hardness_strength: float
 
 
 @known_keywords
@@ -315,8 +328,15 @@ def clip_loss(
         *(margin, label_smoothing, weights, return_stats),
         *(True, key_bias, extra_bias, hard_bias),
         *(matryoshka_dims, matryoshka_weights, matryoshka_normalize),
-        *(teacher, teacher_weight, teacher_temperature, return_terms),
-        *(guide, guide_margin, guide_margin_strategy, extra_guide, hard_guide),
+        teacher=teacher,
+        teacher_weight=teacher_weight,
+        teacher_temperature=teacher_temperature,
+        return_terms=return_terms,
+        guide=guide,
+        guide_margin=guide_margin,
+        guide_margin_strategy=guide_margin_strategy,
+        extra_guide=extra_guide,
+        hard_guide=hard_guide,
     )
     spec = Spec(
         paired=True,
@@ -346,10 +366,9 @@ def info_nce(
     scale: Tensor | float = 1.0,
     *,
     labels: Tensor | None = None,
-    in_batch_negatives: bool = True,
     return_stats: Literal[False] = False,
     return_terms: Literal[False] = False,
-    **keywords: Unpack[PairKeywords],
+    **keywords: Unpack[NegativeKeywords],
 ) -> Tensor: ...
 @overload
 def info_nce(
@@ -358,10 +377,9 @@ def info_nce(
     scale: Tensor | float = 1.0,
     *,
     labels: Tensor | None = None,
-    in_batch_negatives: bool = True,
     return_stats: Literal[True],
     return_terms: Literal[False] = False,
-    **keywords: Unpack[PairKeywords],
+    **keywords: Unpack[NegativeKeywords],
 ) -> tuple[Tensor, BatchStats]: ...
 @overload
 def info_nce(
@@ -373,7 +391,7 @@ def info_nce(
     in_batch_negatives: bool = True,
     return_stats: Literal[False] = False,
     return_terms: Literal[True],
-    **keywords: Unpack[PairKeywords],
+    **keywords: Unpack[NegativeKeywords],
 ) -> tuple[Tensor, LossTerms]: ...
 @overload
 def info_nce(
@@ -385,7 +403,7 @@ def info_nce(
     in_batch_negatives: bool = True,
     return_stats: Literal[True],
     return_terms: Literal[True],
-    **keywords: Unpack[PairKeywords],
+    **keywords: Unpack[NegativeKeywords],
 ) -> tuple[Tensor, LossTerms, BatchStats]: ...
 @known_keywords
 def info_nce(
@@ -420,6 +438,12 @@ def info_nce(
     hard_guide: Tensor | None = None,
     return_stats: bool = False,
     return_terms: bool = False,
+    hard_ids: Tensor | None = None,
+    share_hard_negatives: bool = False,
+    directions: tuple[Direction, ...] = ("query_to_doc",),
+    partition_mode: PartitionMode = "joint",
+    hardness_mode: HardnessMode | None = None,
+    hardness_strength: float = 0.0,
     group: Group = "auto",
     reduction: Reduction = "mean",
     backend: Backend = "auto",
@@ -462,7 +486,7 @@ def info_nce(
         weights: [N] weights of the queries; the mean is sum(w * loss) / sum(w) over all ranks.
         matryoshka_dims: Sum the loss over the first 64, 128, ... features of every row, in one product: numbers in any
             order, with or without all features. Extra keys and hard negatives are truncated alike. Not with margin,
-            label_smoothing, same_id="positive", return_stats or cache_bytes.
+            label_smoothing, same_id="positive", return_stats, cache_bytes, further directions or hardness.
         matryoshka_weights: A weight for each of these losses; 1 each by default. The sum is not divided by them.
         matryoshka_normalize: Divide each truncated row by its norm, so that scores are cosines: with `matryoshka_dims`
             losses do normalise. False takes plain products.
@@ -483,9 +507,22 @@ def info_nce(
         guide_margin_strategy: "absolute", or "relative": above positive - margin * abs(positive).
         extra_guide: [E, G] the guide's features of the extra keys.
         hard_guide: [N, H, G] the same of the hard negatives.
-        return_stats: Return (loss, `BatchStats`) with top-1 accuracy, ranks and mean logits.
+        return_stats: Return (loss, `BatchStats`) with top-1 accuracy, ranks and mean logits, of queries against keys
+            by similarity: without hardness and further directions.
         return_terms: Return (loss, `LossTerms`): the contrastive and the distillation term. With both, (loss, terms,
             statistics).
+        hard_ids: [N, H] ids of the hard negatives, compared with the ids of the queries.
+        share_hard_negatives: Hard negatives are negatives of all queries, of all ranks, too.
+        directions: What a query and its key are compared with in one loss, as sentence-transformers names it.
+            "query_to_doc" (always): the query with all keys. "doc_to_query": its key with all queries.
+            "query_to_query": the query with the other queries. "doc_to_doc": its key with the keys, extra keys and
+            shared hard negatives of the others. Beyond "query_to_doc", key i must be the positive of query i.
+        partition_mode: "joint" puts all directions into one softmax. "per_direction" averages a softmax for each of
+            "query_to_doc" and "doc_to_query", as `clip_loss` does.
+        hardness_mode: Which negatives of a query get `hardness_strength` times their similarity, as a constant, on top
+            of their scores: "in_batch_negatives" (keys and hard negatives of other queries, extra keys),
+            "hard_negatives" (its own) or "all_negatives". Only "query_to_doc" has it, and never a positive.
+        hardness_strength: See `hardness_mode`; 9 in LLaVE (in-batch negatives), 5 in EmbeddingGemma (hard ones).
         group: "auto" (the default process group if one is initialised), None (this process alone) or a process group.
             Over several ranks the loss and its backward are collective: every rank calls both.
         reduction: "mean", "sum" or "none" (one value per local query). Over ranks "mean" is world_size / N_total times
@@ -512,18 +549,36 @@ def info_nce(
         >>> query, key = torch.randn(100, 16), torch.randn(300, 16)
         >>> ct.info_nce(query, key, 0.5, labels=torch.arange(100) + 200, reduction="none").shape
         torch.Size([100])
+
+        GTE's loss of pairs, with LLaVE's weights:
+
+        >>> four = "query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"
+        >>> harder = {"hardness_mode": "in_batch_negatives", "hardness_strength": 9.0}
+        >>> loss = ct.info_nce(query, key[:100], 20.0, directions=four, **harder)
     """
+    more = Directions(directions, partition_mode, hardness_mode, hardness_strength, share_hard_negatives)
     options = PairOptions(
         *(ids, same_id, extra_keys, extra_ids, hard_negatives, hard_mask),
         *(margin, label_smoothing, weights, return_stats, in_batch_negatives),
         *(key_bias, extra_bias, hard_bias),
-        *(matryoshka_dims, matryoshka_weights, matryoshka_normalize),
-        *(teacher, teacher_weight, teacher_temperature, return_terms),
-        *(guide, guide_margin, guide_margin_strategy, extra_guide, hard_guide),
+        hard_ids=hard_ids,
+        more=more,
+        matryoshka_dims=matryoshka_dims,
+        matryoshka_weights=matryoshka_weights,
+        matryoshka_normalize=matryoshka_normalize,
+        teacher=teacher,
+        teacher_weight=teacher_weight,
+        teacher_temperature=teacher_temperature,
+        return_terms=return_terms,
+        guide=guide,
+        guide_margin=guide_margin,
+        guide_margin_strategy=guide_margin_strategy,
+        extra_guide=extra_guide,
+        hard_guide=hard_guide,
     )
     paired = labels is None
     spec = Spec(
-        cols=False,
+        cols=more.back,
         paired=paired,
         ranks=return_stats,
         backend=backend,
@@ -534,6 +589,9 @@ def info_nce(
     )
 
     def check() -> None:
+        if labels is not None and more.several:
+            remedy = "Document i is the positive of query i: reorder the keys, and pass further ones as extra_keys=."
+            bad_value("labels", expected="none beside directions=", got=f"{len(labels)} of them", remedy=remedy)
         if labels is not None:
             check_vector("labels", labels, length=len(query), device=query.device)
             if len(labels) and not torch.compiler.is_compiling():  # the compiled operator checks for itself
@@ -547,7 +605,8 @@ def info_nce(
     rings = call.start(group, check)
     labels = torch.arange(len(query), device=query.device) if labels is None else labels.long()
     losses = cross_entropies(query, key, scale, labels, options, spec, rings)
-    return _answer(call, losses, rings)
+    mean_of_two = spec.cols and partition_mode == "per_direction"
+    return _answer(call, losses, rings, share=0.5 if mean_of_two else 1.0)
 
 
 def _answer(call: Call, losses: Losses, rings: Rings, share: float = 1.0) -> Tensor | tuple[Any, ...]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from contratile.engine.spec import GuideMargin, SameId
+    from contratile.losses.directions import Direction, HardnessMode, PartitionMode
 
     class ContrastKeywords(Keywords, total=False):
         """Options of `ClipLoss` and `InfoNCE` that stay the same from batch to batch."""
@@ -48,6 +49,11 @@ if TYPE_CHECKING:
         """Options of `InfoNCE` that stay the same from batch to batch."""
 
         in_batch_negatives: bool
+        share_hard_negatives: bool
+        directions: tuple[Direction, ...]
+        partition_mode: PartitionMode
+        hardness_mode: HardnessMode | None
+        hardness_strength: float
 
 
 class _Loss(nn.Module):
@@ -111,12 +117,13 @@ class InfoNCE(_Loss):
     Args:
         scale: A fixed scale. Pass a learned one to the call.
         keywords: Options of `info_nce` that stay the same: group, reduction, backend, tile, cache_bytes, precision,
-            ring, same_id, in_batch_negatives, margin, label_smoothing, teacher_weight, teacher_temperature,
-            guide_margin, guide_margin_strategy, return_stats, return_terms.
+            ring, same_id, in_batch_negatives, share_hard_negatives, directions, partition_mode, hardness_mode,
+            hardness_strength, margin, label_smoothing, teacher_weight, teacher_temperature, guide_margin,
+            guide_margin_strategy, return_stats, return_terms.
 
     Call: `loss(query, key, scale=None, labels=None, output_dict=False, **negatives)`, where `negatives` are tensors of
-    the batch: ids, extra_keys, extra_ids, hard_negatives, hard_mask, weights, biases, and what a teacher or a guide
-    brings.
+    the batch: ids, extra_keys, extra_ids, hard_negatives, hard_mask, hard_ids, key_bias, extra_bias, hard_bias,
+    weights, and what a teacher or a guide brings.
 
     Examples:
         >>> import torch, contratile as ct

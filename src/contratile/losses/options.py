@@ -24,7 +24,8 @@ from contratile.errors import (
     check_transform,
     check_vector,
 )
-from contratile.losses.beside import Guide, Teacher, check_guide, check_teacher, features_of
+from contratile.losses.beside import Guide, Teacher, check_guide, check_teacher, features_of, named_models
+from contratile.losses.directions import ONE_TYPE, Directions
 from contratile.losses.matryoshka import Matryoshka, check_matryoshka
 from contratile.losses.normalized import look_once
 from contratile.reference import REDUCTIONS, Reduction
@@ -37,10 +38,12 @@ Ids = Tensor | tuple[Tensor, Tensor]
 
 
 class Rings(NamedTuple):
-    """How the keys travel and, if there are any, the extra keys."""
+    """How the keys travel and, if there are any, the extra keys and the queries' own hard negatives."""
 
     keys: Ring
     extra: Ring | None = None
+    hard: Ring | None = None
+    """One column of hard negatives, if they are shared."""
 
 
 class Call(NamedTuple):
@@ -70,22 +73,24 @@ class Call(NamedTuple):
         key = others[0] if others and self.views == 1 else query
         extra = None if self.options is None else self.options.extra_keys
         mine = self.views * query.shape[0], self.views * key.shape[0], 0 if extra is None else extra.shape[0]
-        total, keys, extras = mine[0], [mine[1]], [mine[2]]
+        queries, keys, extras = [mine[0]], [mine[1]], [mine[2]]
         schedule = Schedule.flat(1)
         if team.size > 1:
             facts = team.handshake(self._facts(*mine))
-            total = sum(fact.queries for fact in facts)
+            queries = [fact.queries for fact in facts]
             keys, extras = [fact.keys for fact in facts], [fact.extra for fact in facts]
-            if not (total and sum(keys)):
+            if not (sum(queries) and sum(keys)):
                 remedy = "An empty batch has no loss; skip it or use drop_last=True in the loader."
                 got = f"none on any of {team.size} ranks"
                 bad_value("global batch", expected="at least one row", got=got, remedy=remedy)
             schedule = schedule_for(self.spec.ring, [Home(fact.node, fact.local) for fact in facts])
             if len(schedule.nodes) > 1:
                 team = team.with_lane()
+        total, shared = sum(queries), self.options is not None and self.options.more.share_hard_negatives
         return Rings(
             keys=Ring(team, tuple(keys), total, schedule),
             extra=None if extra is None else Ring(team, tuple(extras), total, schedule),
+            hard=Ring(team, tuple(queries), total, schedule) if shared else None,
         )
 
     def _check(self, team: Team, check: Callable[[], None]) -> None:
@@ -168,6 +173,8 @@ class PairOptions(NamedTuple):
     matryoshka_dims: Sequence[int] | None = None
     matryoshka_weights: Sequence[float] | None = None
     matryoshka_normalize: bool = True
+    hard_ids: Tensor | None = None
+    more: Directions = Directions()
 
     @property
     def matryoshka(self) -> Matryoshka | None:
@@ -187,7 +194,9 @@ class PairOptions(NamedTuple):
 
     @property
     def several_sources(self) -> bool:
-        return self.extra_keys is not None or self.hard_negatives is not None
+        """Whether queries get gradients from several calls."""
+        same = "query_to_query" in self.more.names
+        return self.extra_keys is not None or self.hard_negatives is not None or same
 
     @property
     def sums(self) -> bool:
@@ -212,7 +221,11 @@ class PairOptions(NamedTuple):
         self._check_in_batch_negatives()
         self._check_extra_keys(query)
         self._check_hard_negatives(query)
+        self._check_hard_ids(query)
         self._check_biases(query, key)
+        self._check_directions(query, key)
+        if self.more.hardness:
+            _check_positive(scale, "hardness_strength")
         self._check_margin(scale)
         self._check_label_smoothing()
         check_matryoshka(
@@ -222,6 +235,8 @@ class PairOptions(NamedTuple):
             label_smoothing=self.label_smoothing,
             cache_bytes=spec.cache_bytes,
             same_id=self.several_positives and spec.reduce == "lse",
+            directions=self.more.several,
+            hardness_mode=bool(self.more.hardness),
         )
         check_teacher(self, query, key)
         check_guide(self, query, key)
@@ -247,16 +262,40 @@ class PairOptions(NamedTuple):
             bad_type("margin", expected="a number", got=type(self.margin).__name__, remedy=remedy)
         if not math.isfinite(self.margin):
             bad_value("margin", expected="a finite number", got=self.margin, remedy="Leave it out for no filter.")
-        number = scale.item() if isinstance(scale, Tensor) and _readable(scale) else scale
-        if not isinstance(number, Tensor) and not number > 0:
-            remedy = "With a scale of 0 or less, scores do not rank like similarities: drop margin=."
-            bad_value("scale", expected="a positive number beside margin=", got=number, remedy=remedy)
+        _check_positive(scale, "margin")
         if self.label_smoothing:
             remedy = (
                 "Smoothing needs the set of keys before their scores are known; margin chooses it by scores. Drop one."
             )
             got = f"margin={self.margin}, label_smoothing={self.label_smoothing}"
             bad_value("margin and label_smoothing", expected="one of them", got=got, remedy=remedy)
+
+    def _check_directions(self, query: Tensor, key: Tensor) -> None:
+        self.more.check()
+        several, smoothing = self.several_positives, bool(self.label_smoothing)
+        if self.more.several:
+            names = "key_bias", "extra_bias", "hard_bias"
+            used = {name: getattr(self, name) is not None for name in names} | {"label_smoothing": smoothing}
+            used |= {"same_id='positive'": several, "in_batch_negatives=False": not self.in_batch_negatives}
+            used["margin"] = self.margin is not None and bool(set(ONE_TYPE) & self.more.names)
+            remedy = "Several directions are defined for plain scores and one positive per query. Drop one of the two."
+            _refuse_both("directions beyond 'query_to_doc'", used, remedy)
+            if len(query) != len(key):
+                remedy = "Document i is the positive of query i: pass further documents as extra_keys=."
+                got = f"{len(query)} and {len(key)}"
+                bad_value("query and key", expected="equally many rows beside directions=", got=got, remedy=remedy)
+        if self.more.share_hard_negatives:
+            used = {"hard_mask": self.hard_mask is not None, "same_id='positive'": several}
+            _refuse_both("share_hard_negatives", used, "Pass them as extra_keys= instead.")
+            if self.hard_negatives is None:
+                remedy = "Pass hard_negatives= too, or drop share_hard_negatives=."
+                bad_value("share_hard_negatives", expected="hard_negatives= beside it", got="none", remedy=remedy)
+        if self.more.hardness:
+            used = {"margin": self.margin is not None, "label_smoothing": smoothing, "same_id='positive'": several}
+            used["return_stats with shared hard_ids"] = self.return_stats and self.hard_ids is not None
+            used["return_stats with shared hard_ids"] &= self.more.share_hard_negatives
+            remedy = "Hardness weights negatives by their similarity, beside one plain positive. Drop one of the two."
+            _refuse_both("hardness_strength", used, remedy)
 
     def _check_label_smoothing(self) -> None:
         remedy = "It is the share of the target that is spread over all keys."
@@ -353,21 +392,35 @@ class PairOptions(NamedTuple):
             remedy = "Use hard_mask.to(hard_negatives.device)."
             bad_type("hard_mask", expected=f"device {hard.device}", got=mask.device, remedy=remedy)
 
+    def _check_hard_ids(self, query: Tensor) -> None:
+        ids, hard = self.hard_ids, self.hard_negatives
+        if ids is None:
+            return
+        for name, given in (("hard_negatives", hard), ("ids", self.ids)):
+            if given is None:
+                remedy = f"Pass {name}= too, or drop hard_ids=."
+                bad_value("hard_ids", expected=f"{name}= beside it", got="none", remedy=remedy)
+        if self.several_positives:
+            remedy = "A query's own hard negatives are never positives. Drop hard_ids=, or use same_id='exclude'."
+            bad_value("hard_ids and same_id='positive'", expected="one of them", got="both", remedy=remedy)
+        assert hard is not None
+        if not isinstance(ids, Tensor) or ids.shape != hard.shape[:2]:
+            got = list(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+            remedy = "Give each hard negative an id."
+            bad_value("hard_ids", expected=f"shape {list(hard.shape[:2])}", got=got, remedy=remedy)
+        check_vector("hard_ids", ids.reshape(-1), length=ids.numel(), device=query.device)
+
     def named(self) -> str:
         """The options that every rank must agree on."""
         names = "ids", "extra_keys", "extra_ids", "weights", "key_bias", "extra_bias"
         used = [name for name in names if getattr(self, name) is not None]
         values = self.same_id, self.in_batch_negatives, self.margin, self.label_smoothing, self.return_stats
-        if self.matryoshka is not None:
-            values = (*values, *self.matryoshka)
-        return " ".join([*used, *map(str, values)])
-        beside: list[object] = []
-        if self.teacher is not None:
-            beside += ["teacher", self.teacher_weight, self.teacher_temperature, self.return_terms]
-        if self.guide is not None:
-            beside += ["guide", self.guide_margin, self.guide_margin_strategy]
-        beside += [f"{x.dtype} x {x.shape[1]}" for x in features_of(self) if x.dim() == 2]
-        return " ".join([*used, *map(str, (*values, *beside))])
+        if self.more.share_hard_negatives and self.hard_negatives is not None:
+            shared = "hard_ids" if self.hard_ids is not None else "", "hard_bias" if self.hard_bias is not None else ""
+            used += [f"{self.hard_negatives.shape[1]} hard negatives", *shared]
+        more = () if self.more == Directions() else self.more
+        nested = () if self.matryoshka is None else self.matryoshka
+        return " ".join([*used, *map(str, (*values, *more, *nested, *named_models(self)))])
 
 
 def check_weights(weights: Tensor, n: int, device: torch.device) -> None:
@@ -395,6 +448,21 @@ def check_bias(name: str, bias: Tensor, shape: tuple[int, ...], device: torch.de
         bad_value(name, expected=f"floats of shape {list(shape)}", got=got, remedy="Give one number to each key.")
     if bias.device != device:
         bad_type(name, expected=f"device {device}", got=bias.device, remedy=f"Use {name}.to({str(device)!r}).")
+
+
+def _refuse_both(what: str, used: dict[str, bool], remedy: str) -> None:
+    """Raise a ValueError for the first other option that is used, too."""
+    for name, given in used.items():
+        if given:
+            bad_value(f"{what} and {name}", expected="one of them", got="both", remedy=remedy)
+
+
+def _check_positive(scale: Tensor | float, beside: str) -> None:
+    """Raise a ValueError for a scale of 0 or less, if it can be read."""
+    number = scale.item() if isinstance(scale, Tensor) and _readable(scale) else scale
+    if not isinstance(number, Tensor) and not number > 0:
+        remedy = f"With a scale of 0 or less, scores do not rank like similarities: drop {beside}=."
+        bad_value("scale", expected=f"a positive number beside {beside}=", got=number, remedy=remedy)
 
 
 def _readable(x: Tensor) -> bool:

@@ -16,6 +16,7 @@ from typing import Literal
 from contratile.data.augment import AugmentConfig
 from contratile.data.catalog import DataConfig
 from contratile.errors import bad_value, check_choice, check_count, check_size
+from contratile.losses.directions import ONE_TYPE, Direction, Directions, HardnessMode, PartitionMode
 from contratile.models.towers import TowerConfig
 from contratile.ring.nodes import RingKind
 from contratile.train.optim import OptimConfig
@@ -66,6 +67,25 @@ class LossConfig:
     max_scale: float = 100.0
     """Upper limit of the learned scale; it is clamped after every step."""
 
+    directions: tuple[Direction, ...] = ("query_to_doc",)
+    """What is compared (infonce); left sides are queries, right ones documents: query_to_doc, query_to_query,
+    doc_to_query, doc_to_doc."""
+
+    partition_mode: PartitionMode = "joint"
+    """One softmax over all directions, or the mean of one per direction (infonce)."""
+
+    hardness_mode: HardnessMode | None = None
+    """Negatives that weigh more the more similar they are: those of other pairs, a pair's own hard ones, or all
+    (infonce)."""
+
+    hardness_strength: float = 0.0
+    """How much: this times their similarity is added to their score, as a constant."""
+
+    @property
+    def more(self) -> Directions:
+        """The options of the same names."""
+        return Directions(self.directions, self.partition_mode, self.hardness_mode, self.hardness_strength)
+
     @property
     def rows_per_pair(self) -> int:
         """2 if the loss compares both sides of all pairs with each other (ntxent, supcon), else 1."""
@@ -95,6 +115,8 @@ class LossConfig:
             expected = "no --margin and no --label-smoothing beside it"
             bad_value("same_id=positive", expected=expected, got="one of them", remedy=remedy)
         self._check_matryoshka()
+        if self.more != Directions():
+            self._check_directions()
 
     def _check_matryoshka(self) -> None:
         dims, weights = self.matryoshka_dims, self.matryoshka_weights
@@ -114,10 +136,26 @@ class LossConfig:
             ("--label-smoothing", self.label_smoothing),
             ("--cache-mib", self.cache_mib),
             ("--same-id positive", self.same_id == "positive" and self.loss != "siglip"),
+            ("--directions or --hardness-mode", self.more.several or self.more.hardness),
         ):
             if given:
                 remedy = "Drop one of the two."
                 bad_value("matryoshka_dims", expected=f"none with {option}", got=dims, remedy=remedy)
+
+    def _check_directions(self) -> None:
+        if self.loss != "infonce":
+            remedy = "Use --loss infonce, or drop --directions, --partition-mode and --hardness-*."
+            bad_value("directions and hardness", expected="--loss infonce", got=self.loss, remedy=remedy)
+        self.more.check()
+        margin = self.more.hardness or set(ONE_TYPE) & self.more.names
+        for name, given in (
+            ("label_smoothing", bool(self.label_smoothing)),
+            ("same_id=positive", self.same_id == "positive"),
+            ("margin", self.margin is not None and bool(margin)),
+        ):
+            if given and (self.more.several or self.more.hardness):
+                remedy = f"Drop {name}, or the directions beyond query_to_doc and the hardness."
+                bad_value(f"{name} and directions or hardness", expected="one of them", got="both", remedy=remedy)
 
 
 @dataclass(frozen=True, kw_only=True)

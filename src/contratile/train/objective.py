@@ -65,6 +65,8 @@ def batch_loss(
     how |= {"margin": config.margin, "label_smoothing": config.label_smoothing}
     if negatives is not None:
         how |= _negatives(config, negatives, facts)
+    if config.loss == "infonce":
+        how |= {name: value for name, value in config.more._asdict().items() if name != "share_hard_negatives"}
     function = functional.clip_loss if config.loss == "clip" else functional.info_nce
     query, key = (right, left) if swapped else (left, right)
     return *_with_stats(function, query, key, scale, nested=nested, **how), norms

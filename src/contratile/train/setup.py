@@ -91,6 +91,11 @@ def negatives_of(config: TrainConfig, source: Source) -> int:
     if config.loss.loss == "infonce" and traits.negatives != source.kinds[1]:
         remedy = "Use --loss clip, which compares texts with images too, or --num-negatives 0."
         bad_value("negatives", expected=f"{source.kinds[1]}s with --loss infonce", got="images", remedy=remedy)
+    own_apart = loss.hardness_mode in ("in_batch_negatives", "hard_negatives") or "doc_to_doc" in loss.directions
+    if traits.negatives_count and loss.hard_negatives == "all" and own_apart:
+        remedy = "Shared ones are not told apart by whose they are: pass --hard-negatives own, or --num-negatives 0."
+        what = "doc_to_doc" if "doc_to_doc" in loss.directions else f"--hardness-mode {loss.hardness_mode}"
+        bad_value("hard_negatives", expected=f"own beside {what}", got="all", remedy=remedy)
     return traits.negatives_count
 
 

@@ -16,6 +16,8 @@ Importing it sets TRITON_INTERPRET=1, which triton reads when a kernel is decora
 - a lane that is masked off, without an `other`, holds NaN: on a GPU it holds anything.
 """
 
+import functools
+import math
 import os
 import random
 import sys
@@ -170,6 +172,36 @@ def _unary(self: Any, arg: Any, op: Any) -> Any:
 Builder.create_dot = _dot
 Builder.cast_impl, Builder.create_fp_to_fp = _cast, _convert
 Builder.binary_op, Builder.unary_op = _binary, _unary
+
+
+# --- speed --------------------------------------------------------------------------------------------------------
+
+# What the stock interpreter makes anew for every value that a kernel computes, which is most of what it does.
+
+
+def _numpy_dtype(dtype: Any) -> Any:
+    return _numpy_dtypes.get(dtype.scalar.name) or _numpy_dtypes.setdefault(dtype.scalar.name, _stock_dtype(dtype))
+
+
+@functools.cache
+def _shape(shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """A shape and its number of elements as a value holds them."""
+    return tl.core.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
+
+
+def _begin(self: Any, handle: Any, type: Any) -> None:
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = _shape(type.shape if type.is_block() else ())
+
+
+def _equal(self: Any, other: Any) -> bool:
+    return self is other or _stock_equal(self, other)
+
+
+_numpy_dtypes: dict[str, Any] = {}
+_stock_dtype, _stock_equal = stock._get_np_dtype, tl.core.dtype.__eq__
+stock._get_np_dtype = _numpy_dtype
+tl.core.tensor.__init__, tl.core.dtype.__eq__ = _begin, _equal
 
 
 # --- memory -------------------------------------------------------------------------------------------------------

@@ -33,12 +33,14 @@ CALLS: dict[str, Spec] = {
     "positives": Spec(ranks=True, same_id="positive", sums="same"),
     "biases": Spec(ranks=True, sums="all", col_sums=False),
     "softplus, positives": Spec("softplus", cols=False, same_id="positive"),
+    "hardness": Spec(hardness=9.0),
+    "hardness, statistics": Spec(hardness=9.0, cols=False, ranks=True, sums="differ"),
 }
 """What the losses ask for, by name."""
 
 RULES = tuple(CALLS)
 ONE_SET = ("one set", "sup_con", "views, statistics")
-IDS = ("training", "ids", "positives", "softplus, positives")
+IDS = ("training", "ids", "positives", "softplus, positives", "hardness, statistics")
 
 
 @contextmanager

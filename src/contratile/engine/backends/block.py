@@ -76,6 +76,9 @@ class Scores(NamedTuple):
     guide: Beside | None = None
     """Its products decide which pairs count: see `PairRule.within`."""
 
+    hardness: Tensor | None = None
+    """0-d: the factor of the products that rows read instead of alpha, except at positives."""
+
     @property
     def key(self) -> Tensor:
         return self.q if self.k is None else self.k

@@ -49,6 +49,7 @@ def pair_stats(x: Inputs, spec: Spec) -> PairStats:
             differ=spec.sums == "differ",
             same_id=spec.same_id,
             without_labelled=spec.sums == "same",
+            hardness=spec.hardness,
             teacher=_beside(acc, x.teacher_query, x.teacher_key, x.teacher_scale),
             guide=_beside(acc, x.guide_query, x.guide_keys),
             guide_level=x.guide_level,

@@ -275,6 +275,13 @@ class LseWeights:
     def positive(self, rows: slice, *, both: bool) -> Tensor:
         return part(self._both if both else self._own, rows)
 
+    def one_side(self, *, row: bool) -> LseWeights:
+        """The same for negatives of rows alone, or of columns alone."""
+        rule = PairRule()
+        return LseWeights(
+            self.row if row else None, None if row else self.col, rule=rule, pos=None, pos_grad=None, mirrored=False
+        )
+
     def weigh(self, s_RC: Tensor, g_RC: Tensor, spare_RC: Tensor, tile: Tile) -> None:
         sides = sides_of(tile, self.row, self.col)
         if not sides:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from contratile.engine.backends.block import Beside, Given, Gradients, Scores, SideGrad
 from contratile.engine.backends.torch_guide import GuidedReader, GuidedWeights, guide_limit
+from contratile.engine.backends.torch_hardness import Hardness, HardReader, HardWeights
 from contratile.engine.backends.torch_reductions import (
     Beaten,
     Direction,
@@ -44,9 +45,9 @@ from contratile.engine.stats import SideParts, accumulation_dtype, lowest, part,
 def forward(scores: Scores, spec: Spec, pos: Tensor | None) -> tuple[SideParts, SideParts]:
     """Compute every tile and let the readers reduce it; write each row's positive score to `pos`."""
     plan, rule, prefixes = scores.plan, scores.rule, scores.prefixes
-    readers, ranks = [_reader(scores, spec) for _ in prefixes.blocks], _rank_reader(scores, spec)
+    ws = Workspace(plan, scores.q, scores.key, tiles=3 if prefixes.asked or scores.hardness is not None else 2)
+    readers, ranks = [_reader(scores, spec, ws) for _ in prefixes.blocks], _rank_reader(scores, spec)
     of_prefix = [pos] * len(readers) if pos is None or not prefixes.asked else pos.unbind(1)
-    ws = Workspace(plan, scores.q, scores.key, tiles=3 if prefixes.asked else 2)
     for block, tiles in plan.blocks():
         q_RD = ws.query(scores.q, block, scores.query_factor)
         for tile in tiles:
@@ -137,7 +138,7 @@ def as_tile(memory: Tensor, tile: Tile, plan: TilePlan) -> Tensor:
     return memory.view(cols, rows).t() if plan.flipped else memory.view(rows, cols)
 
 
-def _reader(scores: Scores, spec: Spec) -> Reader:
+def _reader(scores: Scores, spec: Spec, ws: Workspace) -> Reader:
     n, m, alpha, rule = scores.plan.n, scores.plan.m, scores.alpha, scores.rule
     if spec.reduce == "softplus":
         return SoftplusReader(rule, alpha.new_zeros(n), alpha.new_zeros(m) if spec.cols else None)
@@ -146,6 +147,8 @@ def _reader(scores: Scores, spec: Spec) -> Reader:
     col = Sums(m, alpha, col_limit) if spec.cols else None
     if scores.guide is not None:
         return GuidedReader(rule, row, col, BesideProducts(scores, scores.guide))
+    if scores.hardness is not None:
+        return HardReader(Hardness(scores, rule, scores.hardness), row, col, partial(ws.tile, 2))
     reader, teacher = LseReader(rule, row, col, partial(score_, scores)), scores.teacher
     if teacher is None:
         return reader
@@ -317,7 +320,7 @@ def _left_out(scores: Scores, spec: Spec) -> LeftOut:
     """What sums leave out: the row itself where a set is compared with itself, and labelled positives."""
     rule = scores.rule
     if rule.exclude_self:
-        assert scores.k is None, "selves are left out of sums over one set"
+        assert len(scores.q) == len(scores.key), "a row's self is a row of the other side"
         each = torch.arange(len(scores.q), device=scores.q.device)
         return LeftOut(each, each)
     if spec.sums != "same" or rule.labels is None:
@@ -373,6 +376,8 @@ def _weights(scores: Scores, spec: Spec, given: Given) -> Weights:
     if scores.guide is not None:
         return GuidedWeights(row, col, **own, products=BesideProducts(scores, scores.guide))
     weights = LseWeights(row, col, **own, **more)
+    if scores.hardness is not None:
+        return HardWeights(Hardness(scores, rule, scores.hardness), weights)
     taught, teacher = given.teacher, scores.teacher
     if taught is None or teacher is None:
         return weights

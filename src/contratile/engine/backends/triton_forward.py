@@ -131,6 +131,7 @@ def forward_tiles(
     query,  # [N, D]
     key,  # [M, D]
     alpha,  # 0-d
+    row_alpha,  # 0-d: the factor of the negatives' scores that rows read, if it is not alpha
     bias,  # 0-d
     col_bias,  # [M]
     labels,  # [N]
@@ -204,6 +205,8 @@ def forward_tiles(
         end = tl.minimum(end, left + BLOCK_N)
     factor = tl.load(alpha)
     size = factor
+    if row_alpha is not None:
+        row_size = tl.load(row_alpha)
     offset = 0.0
     if bias is not None:
         offset = tl.load(bias)
@@ -214,6 +217,8 @@ def forward_tiles(
         marked = tl.load(marks + program)
     seen = tl.full([], 0, tl.int32)
     shift = tl.full([], LOWEST, tl.float32)
+    if row_alpha is not None:
+        row_shift = tl.full([], LOWEST, tl.float32)
     bad = tl.zeros([DOWN, 8], tl.int1)
     level = tl.full([BLOCK_N], LOWEST, tl.float32)
     exact = tl.zeros([BLOCK_N], tl.float32)
@@ -343,7 +348,12 @@ def forward_tiles(
                 if col_bias is not None:
                     s += of_cols[None, :]
                 if row_total is not None:
-                    kept = dropped_above(s, dots, row_cut, float("-inf"))
+                    read = s
+                    if row_alpha is not None:
+                        read = dots * row_size
+                        if col_bias is not None:
+                            read += of_cols[None, :]
+                    kept = dropped_above(read, dots, row_cut, float("-inf"))
                     highest = tl.maximum(tl.max(kept, 1), LOWEST)
                     tl.store(row_level + part, highest, mask=stored)
                     tl.store(row_total + part, tl.sum(tl.exp2(kept - highest[:, None]), 1), mask=stored)
@@ -359,14 +369,30 @@ def forward_tiles(
                     if col_bias is not None:
                         highest += tl.max(of_cols, 0)
                     shift = tl.maximum(highest, LOWEST)
+                    if row_alpha is not None:
+                        hardest = tl.maximum(
+                            tl.max(tl.max(dots, 1), 0) * row_size, tl.min(tl.min(dots, 1), 0) * row_size
+                        )
+                        if col_bias is not None:
+                            hardest += tl.max(of_cols, 0)
+                        row_shift = tl.maximum(hardest, LOWEST)
                 if col_bias is not None:
                     e = tl.exp2(dots * size + (of_cols - shift)[None, :])
                 else:
                     e = tl.exp2(dots * size - shift)
                 if row_total is not None:
-                    found = tl.sum(dropped_above(e, dots, row_cut, 0.0), 1)
+                    hard = e
+                    if row_alpha is not None:
+                        if col_bias is not None:
+                            hard = tl.exp2(dots * row_size + (of_cols - row_shift)[None, :])
+                        else:
+                            hard = tl.exp2(dots * row_size - row_shift)
+                    found = tl.sum(dropped_above(hard, dots, row_cut, 0.0), 1)
                     bad = bad | out_of_range(found, DOWN, PAIR, BLOCK_M)
-                    tl.store(row_level + part, shift, mask=stored)
+                    if row_alpha is not None:
+                        tl.store(row_level + part, row_shift, mask=stored)
+                    else:
+                        tl.store(row_level + part, shift, mask=stored)
                     tl.store(row_total + part, found, mask=stored)
                 if col_total is not None:
                     total += folded(dropped_above(e, dots, col_cut, 0.0), DOWN, PAIR, BLOCK_M, BLOCK_N)

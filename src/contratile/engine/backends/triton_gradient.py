@@ -70,6 +70,7 @@ def gradient_tiles(
     query,  # [N, D]
     key,  # [M, D]
     alpha,  # 0-d
+    row_alpha,  # 0-d: the factor of the negatives' scores that rows read, if it is not alpha
     bias,  # 0-d
     col_bias,  # [M]
     labels,  # [N]
@@ -229,7 +230,12 @@ def gradient_tiles(
         if col_bias is not None:
             s += tl.load(col_bias + at_col)[None, :]
         if row_grad is not None:
-            share = tl.load(row_grad + at_row)[:, None] * tl.exp2(s - tl.load(row_lse + at_row)[:, None])
+            read = s
+            if row_alpha is not None:
+                read = dots * tl.load(row_alpha)
+                if col_bias is not None:
+                    read += tl.load(col_bias + at_col)[None, :]
+            share = tl.load(row_grad + at_row)[:, None] * tl.exp2(read - tl.load(row_lse + at_row)[:, None])
             if row_limit is not None:
                 share = tl.where(dots <= tl.load(row_limit + at_row)[:, None], share, 0.0)
             g += share

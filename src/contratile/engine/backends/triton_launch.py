@@ -155,7 +155,7 @@ class KernelCall:
         if many or spec.ties or spec.cache_bytes or (spec.sums and kind == "ieee"):
             return 64
         by_key = self.scores.rule.query_ids is not None or self.scores.col_bias is not None
-        more = spec.ranks or spec.sums or spec.filters or by_key
+        more = spec.ranks or spec.sums or spec.filters or spec.hardness or by_key
         if arch == 100:  # products come from tensor memory, one row to a thread
             return 64 if more or self.scores.k is None else 128
         if arch == 120 and spec.filters:
@@ -183,6 +183,7 @@ class KernelCall:
             blocks = -(-len(scores.q) // config.m)
             bounds = {name: self.labels.new_empty(blocks) for name in bounds}
         return {
+            "row_alpha": None if scores.hardness is None else number(scores.hardness, scores.q.device),
             **{"alpha": self.alpha, "bias": self.bias, "col_bias": _dense(scores.col_bias), "labels": self.labels},
             **bounds,
             "query_ids": _dense(rule.query_ids),
@@ -286,7 +287,7 @@ class KernelCall:
             arguments["col_limit"] = arguments["row_limit"]
         arguments |= dict.fromkeys(("shift", "row_weight", "col_weight", "row_far", "col_far"))
         if row is not None and col is not None and row.lse is not None and col.lse is not None:
-            if not self.spec.filters:
+            if not self.spec.filters and not self.spec.hardness:  # else the sides read different scores
                 arguments |= _shared(row.lse, col.lse, config)
         arguments |= {"CAREFUL": False, "RISING": self.spec.filters, "TILE_M": config.m}
         return arguments | self._fold(config, across=True)

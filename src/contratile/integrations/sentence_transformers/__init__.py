@@ -7,8 +7,9 @@
 
 Values and gradients are those of the package's losses. An option that is not supported raises an error, whether it is
 passed to the constructor or set as an attribute later; none is ignored. `margin`, `tile` and `cache_bytes` are
-additions and mean the same as in `contratile.info_nce`. Losses of 16-bit embeddings are fp32, as in the package; under
-autocast they stay fp32, where the package returns 16 bits. The package itself is not imported.
+additions and mean the same as in `contratile.info_nce`; `exclude_duplicates` makes a sampler without duplicates
+unnecessary. Losses of 16-bit embeddings are fp32, as in the package; under autocast they stay fp32, where the package
+returns 16 bits. The package itself is not imported.
 """
 
 from contratile.integrations.sentence_transformers.cached import (
@@ -19,7 +20,6 @@ from contratile.integrations.sentence_transformers.cached import (
 )
 from contratile.integrations.sentence_transformers.cached_gist import CachedGISTEmbedLoss as CachedGISTEmbedLoss
 from contratile.integrations.sentence_transformers.gist import GISTEmbedLoss as GISTEmbedLoss
-from contratile.integrations.sentence_transformers.options import Direction as Direction
 from contratile.integrations.sentence_transformers.options import Similarity as Similarity
 from contratile.integrations.sentence_transformers.options import cos_sim as cos_sim
 from contratile.integrations.sentence_transformers.ranking import (
@@ -28,3 +28,4 @@ from contratile.integrations.sentence_transformers.ranking import (
 from contratile.integrations.sentence_transformers.ranking import (
     MultipleNegativesSymmetricRankingLoss as MultipleNegativesSymmetricRankingLoss,
 )
+from contratile.losses.directions import Direction as Direction

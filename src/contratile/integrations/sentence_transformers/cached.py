@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from contratile.grad_cache import ByLength
 from contratile.grad_cache.keep import KeepGraphs
 from contratile.grad_cache.offload import Offload
 from contratile.integrations.sentence_transformers.citations import GRAD_CACHE
 from contratile.integrations.sentence_transformers.mini_batches import MiniBatches
-from contratile.integrations.sentence_transformers.options import Direction, Similarity
+from contratile.integrations.sentence_transformers.options import Similarity
 from contratile.integrations.sentence_transformers.ranking import MultipleNegativesRankingLoss
+from contratile.losses.directions import Direction, HardnessMode, PartitionMode
 
 
 class CachedMultipleNegativesRankingLoss(MiniBatches, MultipleNegativesRankingLoss):
@@ -57,12 +59,13 @@ class CachedMultipleNegativesRankingLoss(MiniBatches, MultipleNegativesRankingLo
         mini_batch_num_tokens: int | None = None,
         gather_across_devices: bool = False,
         directions: tuple[Direction, ...] = ("query_to_doc",),
-        partition_mode: Literal["joint", "per_direction"] = "joint",
+        partition_mode: PartitionMode = "joint",
         show_progress_bar: bool = False,
-        hardness_mode: str | None = None,
+        hardness_mode: HardnessMode | None = None,
         hardness_strength: float = 0.0,
         *,
         margin: float | None = None,
+        exclude_duplicates: bool = False,
         tile: int | None = None,
         cache_bytes: int = 0,
         offload: Offload = "none",
@@ -80,6 +83,7 @@ class CachedMultipleNegativesRankingLoss(MiniBatches, MultipleNegativesRankingLo
             hardness_mode,
             hardness_strength,
             margin=margin,
+            exclude_duplicates=exclude_duplicates,
             tile=tile,
             cache_bytes=cache_bytes,
         )
@@ -91,6 +95,9 @@ class CachedMultipleNegativesRankingLoss(MiniBatches, MultipleNegativesRankingLo
     def loss(self) -> MultipleNegativesRankingLoss:
         """In the package, the options are attributes of an inner loss; here the loss itself has them."""
         return self
+
+    def while_given(self, columns: list[dict[str, Tensor]]) -> AbstractContextManager[None]:
+        return self.texts_of(columns)
 
     def get_config_dict(self) -> dict[str, Any]:
         """Options for the model card."""
@@ -124,6 +131,7 @@ class CachedMultipleNegativesSymmetricRankingLoss(CachedMultipleNegativesRanking
         show_progress_bar: bool = False,
         *,
         margin: float | None = None,
+        exclude_duplicates: bool = False,
         tile: int | None = None,
         cache_bytes: int = 0,
         offload: Offload = "none",
@@ -142,6 +150,7 @@ class CachedMultipleNegativesSymmetricRankingLoss(CachedMultipleNegativesRanking
             partition_mode="per_direction",
             show_progress_bar=show_progress_bar,
             margin=margin,
+            exclude_duplicates=exclude_duplicates,
             tile=tile,
             cache_bytes=cache_bytes,
             offload=offload,

@@ -45,3 +45,15 @@ GIST = """
     primaryClass={cs.LG}
 }
 """
+
+GTE = """
+@misc{li2023generaltextembeddingsmultistage,
+      title={Towards General Text Embeddings with Multi-stage Contrastive Learning},
+      author={Zehan Li and Xin Zhang and Yanzhao Zhang and Dingkun Long and Pengjun Xie and Meishan Zhang},
+      year={2023},
+      eprint={2308.03281},
+      archivePrefix={arXiv},
+      primaryClass={cs.CL},
+      url={https://arxiv.org/abs/2308.03281},
+}
+"""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -55,6 +56,10 @@ class MiniBatches:
         self.lengths, self.keep_graphs, self.memory_limit = lengths, keep_graphs, memory_limit
         self._caches: dict[bool, tuple[nn.Module, GradCache]] = {}
 
+    def while_given(self, columns: list[dict[str, Tensor]]) -> AbstractContextManager[None]:
+        """Entered while the loss of tokenized columns is computed."""
+        return nullcontext()
+
     def beside(self, columns: list[dict[str, Tensor]], labels: Any) -> Any:
         """The second argument of the loss, for tokenized columns."""
         return labels
@@ -75,10 +80,11 @@ class MiniBatches:
         encoded = cache.encode(*(given if whole else map(self._mini_batches, given)))
         columns = [[x] for x in encoded.features]
         labels = self.beside(given, labels)
-        if not torch.is_grad_enabled():
-            with encoded:
-                return self.calculate_loss(columns, labels)
-        loss = self.calculate_loss(columns, labels, with_backward=True).requires_grad_()
+        with self.while_given(given):
+            if not torch.is_grad_enabled():
+                with encoded:
+                    return self.calculate_loss(columns, labels)
+            loss = self.calculate_loss(columns, labels, with_backward=True).requires_grad_()
         loss.register_hook(partial(cache.backward, encoded))  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         return loss
 

@@ -7,63 +7,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from contratile.errors import bad_type, bad_value, check_choice
+from contratile.errors import bad_type
 
-Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]
 Similarity = Callable[[Tensor, Tensor], Tensor]
-_DIRECTIONS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 _SIMILARITIES = {"cos_sim": True, "pytorch_cos_sim": True, "dot_score": False}
 """Whether embeddings are normalised, by name of the similarity."""
 
-_HARDNESS = ("in_batch_negatives", "hard_negatives", "all_negatives")
 OTHERWISE = "or use the loss of sentence-transformers for it."
 
 
 def cos_sim(a: Tensor, b: Tensor) -> Tensor:
     """Cosine similarities [N, M]; stands in for the package's function of that name if it is not loaded."""
     return F.normalize(a, dim=-1) @ F.normalize(b, dim=-1).mT
-
-
-def checked_directions(directions: Any) -> tuple[str, ...]:
-    """Check `directions`. Only one or both ways between queries and documents are supported: other directions put
-    scores of several matrices into one softmax."""
-    if isinstance(directions, str) or not directions:
-        remedy = "Pass a tuple, for example ('query_to_doc',)."
-        bad_value("directions", expected="a tuple of names", got=repr(directions), remedy=remedy)
-    for direction in directions:
-        check_choice("directions", direction, _DIRECTIONS)
-    if "query_to_doc" not in directions:
-        remedy = "Add it: it contains the positives."
-        bad_value("directions", expected="'query_to_doc' among them", got=directions, remedy=remedy)
-    for direction in ("query_to_query", "doc_to_doc"):
-        if direction in directions:
-            remedy = f"Drop {direction!r}, {OTHERWISE}"
-            bad_value("directions", expected="'query_to_doc' or both ways", got=directions, remedy=remedy)
-    return tuple(directions)
-
-
-def check_partition(directions: tuple[str, ...], partition_mode: str) -> None:
-    """Raise a ValueError for a joint softmax over both directions."""
-    if "doc_to_query" in directions and partition_mode == "joint":
-        remedy = f"Pass partition_mode='per_direction', drop 'doc_to_query', {OTHERWISE}"
-        bad_value("partition_mode", expected="'per_direction' for two directions", got="'joint'", remedy=remedy)
-
-
-def check_hardness(hardness_mode: str | None, hardness_strength: float) -> None:
-    """Raise a ValueError if negatives would be weighted. A mode or a strength alone has no effect."""
-    if hardness_mode is not None:
-        check_choice("hardness_mode", hardness_mode, _HARDNESS)
-    if not hardness_strength >= 0:
-        remedy = "It multiplies the similarity of negatives; 0 means no weighting."
-        bad_value("hardness_strength", expected="a number from 0 up", got=hardness_strength, remedy=remedy)
-    if hardness_mode is not None and hardness_strength > 0:
-        got, remedy = f"{hardness_mode!r} of strength {hardness_strength}", f"Drop one of them, {OTHERWISE}"
-        bad_value("hardness_mode and hardness_strength", expected="at most one of them", got=got, remedy=remedy)
 
 
 def default_similarity() -> Similarity:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import reduce
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,19 +13,24 @@ from torch.nn import functional as F
 
 from contratile.errors import bad_value, check_choice, check_pairs
 from contratile.integrations.attributes import CheckedModule
-from contratile.integrations.sentence_transformers.citations import CPC, JINA
+from contratile.integrations.sentence_transformers.citations import CPC, GTE, JINA
+from contratile.integrations.sentence_transformers.duplicates import Ids, duplicate_ids
 from contratile.integrations.sentence_transformers.options import (
-    Direction,
     Similarity,
-    check_hardness,
-    check_partition,
-    checked_directions,
     default_similarity,
     embed_columns,
     is_cosine,
     similarity_name,
 )
-from contratile.losses.functional import clip_loss, info_nce
+from contratile.losses.directions import (
+    PARTITION_MODES,
+    Direction,
+    HardnessMode,
+    PartitionMode,
+    check_directions,
+    check_hardness,
+)
+from contratile.losses.functional import info_nce
 
 
 class MultipleNegativesRankingLoss(CheckedModule):
@@ -52,11 +58,17 @@ class MultipleNegativesRankingLoss(CheckedModule):
         similarity_fct: The package's `cos_sim` (the default) or `dot_score`, a `functools.partial` of these without
             arguments, or `model.similarity` of a model that uses one of the two.
         gather_across_devices: Use the documents of all ranks as negatives.
-        directions: ("query_to_doc",), or ("query_to_doc", "doc_to_query") for both directions.
-        partition_mode: "joint", or "per_direction" to average the losses of both directions.
-        hardness_mode: Must be None unless `hardness_strength` is 0: weighting of negatives is not supported.
-        hardness_strength: Must be 0 unless `hardness_mode` is None.
+        directions: What is compared: "query_to_doc" (always), "query_to_query", "doc_to_query", "doc_to_doc". All four
+            with "joint" are GTE's loss.
+        partition_mode: "joint" for one softmax over all directions, "per_direction" to average one for each; this is
+            for "query_to_doc" and "doc_to_query", which both contain the positive.
+        hardness_mode: Which negatives of a query weigh more the more similar they are: "in_batch_negatives",
+            "hard_negatives" (its own), "all_negatives"; None: none.
+        hardness_strength: Multiplies their similarity, which is added to their score without a gradient. Without a mode
+            it has no effect, as in the package.
         margin: Ignore negatives that score above positive - margin; None: use all.
+        exclude_duplicates: Pairs that share an anchor or a positive, token for token, are no negatives of each other,
+            nor are hard negatives equal to one of their texts: no sampler has to keep them apart.
         tile: Edge of the tiles; None: chosen automatically.
         cache_bytes: Memory for keeping tiles from forward to backward.
 
@@ -80,11 +92,12 @@ class MultipleNegativesRankingLoss(CheckedModule):
         similarity_fct: Similarity | None = None,
         gather_across_devices: bool = False,
         directions: tuple[Direction, ...] = ("query_to_doc",),
-        partition_mode: Literal["joint", "per_direction"] = "joint",
-        hardness_mode: str | None = None,
+        partition_mode: PartitionMode = "joint",
+        hardness_mode: HardnessMode | None = None,
         hardness_strength: float = 0.0,
         *,
         margin: float | None = None,
+        exclude_duplicates: bool = False,
         tile: int | None = None,
         cache_bytes: int = 0,
     ) -> None:
@@ -102,8 +115,10 @@ class MultipleNegativesRankingLoss(CheckedModule):
         self.margin = margin
         self.tile = tile
         self.cache_bytes = cache_bytes
+        self.exclude_duplicates = exclude_duplicates
+        self._ids: Ids | None = None
 
-        check_partition(self.directions, partition_mode)
+        check_directions(self.directions, partition_mode)
 
     def check_option(self, name: str, value: Any) -> Any:
         """Check an option when it is set. `directions` and `partition_mode` depend on each other and are set one after
@@ -112,18 +127,14 @@ class MultipleNegativesRankingLoss(CheckedModule):
             value = default_similarity() if value is None else value
             is_cosine(value)
         elif name == "directions":
-            value = checked_directions(value)
+            value = check_directions(value, "joint")
         elif name == "partition_mode":
-            check_choice(name, value, ("joint", "per_direction"))
-        elif name in ("hardness_mode", "hardness_strength"):
-            now = {"hardness_mode": None, "hardness_strength": 0.0, **self.__dict__, name: value}
-            check_hardness(now["hardness_mode"], now["hardness_strength"])
+            check_choice(name, value, PARTITION_MODES)
+        elif name == "hardness_mode":
+            check_hardness(value, 0.0)
+        elif name == "hardness_strength":
+            check_hardness(None, value)
         return value
-
-    @property
-    def symmetric(self) -> bool:
-        """Whether both directions are averaged."""
-        return "doc_to_query" in self.directions
 
     @property
     def temperature(self) -> float:
@@ -137,7 +148,18 @@ class MultipleNegativesRankingLoss(CheckedModule):
             sentence_features: Tokenized columns: anchors, positives, then any number of negatives.
             labels: Not used: the positive of a query is the document in the same row.
         """
-        return self.compute_loss_from_embeddings(embed_columns(self.model, list(sentence_features)), labels)
+        columns = list(sentence_features)
+        with self.texts_of(columns):
+            return self.compute_loss_from_embeddings(embed_columns(self.model, columns), labels)
+
+    @contextmanager
+    def texts_of(self, columns: list[dict[str, Tensor]]) -> Iterator[None]:
+        """Inside, losses are those of the embeddings of these texts."""
+        self._ids = duplicate_ids(columns, everywhere=self.gather_across_devices) if self.exclude_duplicates else None
+        try:
+            yield
+        finally:
+            self._ids = None
 
     def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor | None = None) -> Tensor:
         """Compute the loss of embeddings.
@@ -149,21 +171,30 @@ class MultipleNegativesRankingLoss(CheckedModule):
         if len(embeddings) < 2:
             remedy = "The dataset needs an anchor and a positive, optionally followed by columns of negatives."
             bad_value("sentence_features", expected="two columns or more", got=len(embeddings), remedy=remedy)
-        check_partition(self.directions, self.partition_mode)
-        if self.symmetric:
+        check_directions(self.directions, self.partition_mode)
+        if len(self.directions) > 1:
             check_pairs("anchors and positives", *embeddings[:2])
+        if self.exclude_duplicates and self._ids is None:
+            remedy = "Call the loss itself, which sees the texts, or drop exclude_duplicates=."
+            bad_value("exclude_duplicates", expected="texts", got="embeddings alone", remedy=remedy)
         # At least fp32, as in the package: the norm of a 16-bit embedding may not fit into 16 bits.
         dtype = reduce(torch.promote_types, (x.dtype for x in embeddings), torch.float32)
         embeddings = [x.to(dtype) for x in embeddings]
         if is_cosine(self.similarity_fct):  # checked in every call: a model may change its similarity
             embeddings = [F.normalize(x, dim=-1) for x in embeddings]
         query, positive, *negatives = embeddings
-        loss = clip_loss if self.symmetric else info_nce
-        return loss(
+        return info_nce(
             query,
             positive,
             self.scale,
-            extra_keys=torch.cat(negatives) if negatives else None,
+            ids=None if self._ids is None else self._ids.pairs,
+            hard_negatives=torch.stack(negatives, 1) if negatives else None,
+            hard_ids=None if self._ids is None else self._ids.negatives,
+            share_hard_negatives=bool(negatives),
+            directions=self.directions,
+            partition_mode=self.partition_mode,
+            hardness_mode=self.hardness_mode,
+            hardness_strength=self.hardness_strength if self.hardness_mode is not None else 0.0,
             margin=self.margin,
             group="auto" if self.gather_across_devices else None,
             tile=self.tile,
@@ -181,12 +212,16 @@ class MultipleNegativesRankingLoss(CheckedModule):
             "hardness_mode": self.hardness_mode,
             "hardness_strength": self.hardness_strength,
             "margin": self.margin,
+            "exclude_duplicates": self.exclude_duplicates,
         }
 
     @property
     def citation(self) -> str:
         """BibTeX for the model card."""
-        return JINA if self.symmetric else CPC
+        if len(set(self.directions)) == 4 and self.partition_mode == "joint":
+            return GTE
+        both = set(self.directions) == {"query_to_doc", "doc_to_query"}
+        return JINA if both and self.partition_mode == "per_direction" else CPC
 
 
 class MultipleNegativesSymmetricRankingLoss(MultipleNegativesRankingLoss):
@@ -207,6 +242,7 @@ class MultipleNegativesSymmetricRankingLoss(MultipleNegativesRankingLoss):
         gather_across_devices: bool = False,
         *,
         margin: float | None = None,
+        exclude_duplicates: bool = False,
         tile: int | None = None,
         cache_bytes: int = 0,
     ) -> None:
@@ -218,6 +254,7 @@ class MultipleNegativesSymmetricRankingLoss(MultipleNegativesRankingLoss):
             directions=("query_to_doc", "doc_to_query"),
             partition_mode="per_direction",
             margin=margin,
+            exclude_duplicates=exclude_duplicates,
             tile=tile,
             cache_bytes=cache_bytes,
         )

@@ -8,11 +8,13 @@ features for "tf32"), so that kernels have no excuse but the rounding of sums an
 
 from tests.engine.kernels import interpreter  # isort: skip  # first: it sets the mode of Triton
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -33,6 +35,17 @@ WRITTEN = {"bf16": 2.0**-8, "fp16": 2.0**-11, "tf32": 2.0**-11, "tf32x3": 0.0, "
 
 WORKSPACES = [800, 8192, 64 << 20]
 """Room for few row blocks and one tile, for several, and for everything."""
+
+
+def half(*factors: Iterable[Any]) -> list[Any]:
+    """Every combination as parameters of a test, of which those whose places add up to an odd number are slow.
+
+    Any values of all factors but one meet always: of three factors every two, and of two factors every value.
+    """
+    return [
+        pytest.param(*(value for _, value in chosen), marks=pytest.mark.slow if sum(i for i, _ in chosen) % 2 else ())
+        for chosen in itertools.product(*map(enumerate, factors))
+    ]
 
 
 def numbers(n: int, d: int, *, seed: int, kind: str, norm: float = 1.0) -> Tensor:

@@ -1,6 +1,6 @@
 """The public losses with `backend="triton"`: the same as fp64 and as the torch backend, on one rank and on two."""
 
-from tests.engine.kernels.interpreted.battery import numbers, to_tf32  # isort: skip  # first: it sets the mode of Triton
+from tests.engine.kernels.interpreted.battery import half, numbers, to_tf32  # isort: skip  # first: it sets the mode of Triton
 
 from collections.abc import Callable
 from typing import Any
@@ -47,6 +47,25 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "info_nce with biases and a margin": lambda q, k, s, **how: ct.info_nce(
         *(q, k, s), labels=(torch.arange(N) * 5) % N, key_bias=(k.to(s.dtype) ** 2).sum(1), margin=0.1, **how
     ),
+    "info_nce with hardness": lambda q, k, s, **how: ct.info_nce(
+        *(q, k, s),
+        key_bias=BIAS,
+        ids=IDS,
+        hard_negatives=HARD.bfloat16().to(q),
+        share_hard_negatives=True,
+        hardness_mode="in_batch_negatives",
+        hardness_strength=5.0,
+        cache_bytes=2 * N * N,
+        **how,
+    ),
+    "info_nce with hardness, two directions": lambda q, k, s, **how: ct.info_nce(
+        *(q, k, s),
+        extra_keys=EXTRA.bfloat16().to(q),
+        directions=("query_to_doc", "doc_to_query"),
+        hardness_mode="all_negatives",
+        hardness_strength=5.0,
+        **how,
+    ),
     "info_nce": lambda q, k, s, **how: ct.info_nce(q, k, s, labels=(torch.arange(N) * 5) % N, **how),
     "info_nce, several positives": lambda q, k, s, **how: ct.info_nce(
         *(q, k, s), labels=(torch.arange(N) * 5) % N, ids=(IDS, IDS), same_id="positive", **how
@@ -76,11 +95,15 @@ def close(got: Tensor, true: Tensor, tolerance: float) -> None:
     assert error <= tolerance * max(1e-3, float(true.abs().max())), (error, float(true.abs().max()))
 
 
-SLOW = {"fp16": pytest.mark.slow}
+# Each loss in one kind of number, the most used one in all; all losses in all kinds in the slow tests.
+KINDS_OF_LOSSES = [
+    *half(["ieee", "bf16"], list(LOSSES)[1:]),
+    *(pytest.param("fp16", name, marks=pytest.mark.slow) for name in list(LOSSES)[1:]),
+    *(pytest.param(kind, "clip") for kind in TOLERANCE),
+]
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=SLOW.get(kind, ())) for kind in TOLERANCE])
+@pytest.mark.parametrize(("kind", "name"), KINDS_OF_LOSSES)
 def test_every_loss(kind: str, name: str) -> None:
     q, k = numbers(N, D, seed=1, kind=kind), numbers(N, D, seed=2, kind=kind)
     exact = run(lambda *x: LOSSES[name](*x, backend="dense", group=None), q, k, SCALE, dtype=torch.float64)
@@ -147,11 +170,12 @@ POSITIVE = ("nt_xent", "clip with ids and a margin")
 """Losses whose scale is positive."""
 
 
-@pytest.mark.parametrize(
-    ("name", "sign"), [(name, sign) for name in STATISTICS for sign in (1, -1) if sign > 0 or name not in POSITIVE]
-)
-@pytest.mark.parametrize("kind", ["ieee", "bf16"])
-def test_statistics(name: str, kind: str, sign: int) -> None:
+SIGNS = [(name, sign) for name in STATISTICS for sign in (1, -1) if sign > 0 or name not in POSITIVE]
+
+
+@pytest.mark.parametrize(("named", "kind"), half(SIGNS, ["ieee", "bf16"]))
+def test_statistics(named: tuple[str, int], kind: str) -> None:
+    name, sign = named
     q, k = numbers(N, D, seed=3, kind=kind), numbers(N, D, seed=4, kind=kind)
     scale = sign * SCALE
     with launches(order=1) as seen:

@@ -3,6 +3,7 @@
 from tests.engine.kernels.interpreted.battery import (  # isort: skip  # first: it sets the mode of Triton
     Paths,
     dense,
+    half,
     in_kernels,
     judge,
     judge_counts,
@@ -39,8 +40,7 @@ def examined(q: Tensor, k: Tensor, scale: Tensor, **options: Any) -> Paths:
     return paths
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp16", "ieee"])
-@pytest.mark.parametrize("scale", [1.0, 14.3, -20.0, 0.0])
+@pytest.mark.parametrize(("scale", "kind"), half([1.0, 14.3, -20.0, 0.0], ["bf16", "fp16", "ieee"]))
 def test_ordinary_tiles_are_fast(scale: float, kind: str) -> None:
     q, k = pair(kind)
     with watched() as paths:
@@ -136,8 +136,7 @@ SOME = ["a huge row", "a huge row in the last tile", "a huge column", "a low row
 ALL = ["scale 100, some against the others", "long features"]
 
 
-@pytest.mark.parametrize("options", [{}, {"ranks": True, "sums": "all"}], ids=["plain", "statistics"])
-@pytest.mark.parametrize("name", SOME + ALL)
+@pytest.mark.parametrize(("name", "options"), half(SOME + ALL, [{}, {"ranks": True, "sums": "all"}]))
 def test_programs_out_of_range(name: str, options: dict[str, Any]) -> None:
     q, k, scale = unusual(name)
     paths = examined(q, k, scale, **options)

@@ -6,6 +6,7 @@ from tests.engine.kernels.interpreted.battery import (  # isort: skip  # first: 
     TWO_SETS,
     WORKSPACES,
     dense,
+    half,
     in_kernels,
     judge,
     numbers,
@@ -92,8 +93,7 @@ def test_tiles_of_other_shapes(config: Config, one_set: bool, monkeypatch: pytes
 SHAPES = [(1, 1, 1), (1, 40, 3), (40, 1, 16), (16, 16, 32), (17, 33, 64), (31, 15, 65), (48, 32, 40)]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("kind", ["bf16", "ieee"])
+@pytest.mark.parametrize(("kind", "shape"), half(["bf16", "ieee"], SHAPES))
 def test_ragged_shapes(kind: str, shape: tuple[int, int, int]) -> None:
     n, m, d = shape
     q, k = numbers(n, d, seed=1, kind=kind), numbers(m, d, seed=2, kind=kind)
@@ -118,9 +118,7 @@ def test_one_side(one_set: bool, sides: dict[str, bool]) -> None:
     )
 
 
-@pytest.mark.parametrize("bias", [None, -10.0, 3.0])
-@pytest.mark.parametrize("cols", [False, True], ids=["rows", "both"])
-@pytest.mark.parametrize("kind", ["bf16", "fp16", "ieee"])
+@pytest.mark.parametrize(("kind", "cols", "bias"), half(["bf16", "fp16", "ieee"], [False, True], [None, -10.0, 3.0]))
 def test_softplus(kind: str, cols: bool, bias: float | None) -> None:
     q, k = numbers(N, D, seed=1, kind=kind), numbers(M, D, seed=2, kind=kind)
     rule = {"labels": positives(N, M), "bias": None if bias is None else torch.tensor(bias)}

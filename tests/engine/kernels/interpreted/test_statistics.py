@@ -6,6 +6,7 @@ from tests.engine.kernels.interpreted.battery import (  # isort: skip  # first: 
     close_positives,
     colliding_ids,
     counting_in_kernels,
+    half,
     judge_counts,
     numbers,
     positives,
@@ -110,8 +111,7 @@ def test_one_set(kind: str, name: str) -> None:
     assert paths.fast >= 4 and paths.gradient_fast >= 4
 
 
-@pytest.mark.parametrize("scale", [-6.0, 0.0])
-@pytest.mark.parametrize("name", ["ranks", "ties", "margin", "everything"])
+@pytest.mark.parametrize(("name", "scale"), half(["ranks", "margin", "ties", "everything"], [-6.0, 0.0]))
 def test_scales_that_turn_the_order(name: str, scale: float) -> None:
     q, k = numbers(N, D, seed=1, kind="ieee"), numbers(M, D, seed=2, kind="ieee")
     judge_counts(rule_of(N, M), q, k, torch.tensor(scale), kind="ieee", **OPTIONS[name])
@@ -144,11 +144,10 @@ def test_ragged_shapes(shape: tuple[int, int]) -> None:
 SHAPED = [Config(64, 32, 16, 4, 2), Config(128, 32, 16, 8, 2), Config(64, 16, 32, 4, 2), Config(32, 64, 16, 4, 2)]
 
 
-@pytest.mark.parametrize("config", SHAPED, ids=str)
+@pytest.mark.parametrize(("name", "config"), half(["training", "everything", "equal"], SHAPED))
 @pytest.mark.parametrize(
     "kind", ["fp16", pytest.param("bf16", marks=pytest.mark.slow), pytest.param("tf32", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("name", ["training", "everything", "equal"])
 def test_tiles_of_other_shapes(name: str, kind: str, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Careful tiles have 32 rows."""
     monkeypatch.setattr(triton_launch, "config_for", lambda *_, **__: config)
@@ -178,10 +177,9 @@ def whole(n: int, seed: int) -> Tensor:
     return torch.randint(-1, 3, (n, 6), generator=torch.Generator().manual_seed(seed)).float()
 
 
-@pytest.mark.parametrize("scale", [0.5, -0.5])
-@pytest.mark.parametrize("spread", [False, True], ids=["near", "anywhere"])
-@pytest.mark.parametrize("ties", [False, True], ids=["ranks", "ties"])
-@pytest.mark.parametrize("kind", ["bf16", "ieee"])
+@pytest.mark.parametrize(
+    ("kind", "ties", "spread", "scale"), half(["bf16", "ieee"], [False, True], [False, True], [0.5, -0.5])
+)
 def test_exact_ties(kind: str, ties: bool, spread: bool, scale: float) -> None:
     """The same counts as the oracle and as the torch backend."""
     q, k = (whole(n, seed).to(torch.bfloat16 if kind == "bf16" else torch.float32) for n, seed in ((N, 1), (M, 2)))
@@ -237,9 +235,10 @@ def test_one_excluded_pair_is_found(place: tuple[int, int]) -> None:
 # --- kept scores --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["bf16", "ieee"])
-@pytest.mark.parametrize("name", ["plain", "training", "classes, ranks and margin", "everything"])
-@pytest.mark.parametrize("rows", [16, 40, N], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "name", "kind"),
+    half([16, 40, N], ["plain", "training", "classes, ranks and margin", "everything"], ["bf16", "ieee"]),
+)
 def test_kept_scores_change_nothing(rows: int, name: str, kind: str) -> None:
     """To the last bit."""
     q, k = numbers(N, D, seed=1, kind=kind), numbers(M, D, seed=2, kind=kind)
