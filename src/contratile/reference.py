@@ -115,6 +115,7 @@ def pair_stats(
             limit = guide_limit(at, guide_margin, relative=guide_relative)
             counted = counted.masked_fill((similar_to_guide > limit) & ~is_pos, -INF)
         if teacher is not None:
+            assert labels is not None
             weights = (teacher[2] * (teacher[0] @ teacher[1].T)).masked_fill(left_out, -INF).softmax(dim)
             centre = out["pos"] if side == "row" else out["pos"].new_zeros(len(key)).scatter(0, labels, out["pos"])
             centred = every - centre.detach().unsqueeze(dim)
