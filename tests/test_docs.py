@@ -113,7 +113,7 @@ def test_dense_code_is_what_the_losses_compute() -> None:
     given["strength"] = 9.0
     exec(directions, given)
     harder: dict[str, Any] = {"hardness_mode": "in_batch_negatives", "hardness_strength": 9.0}
-    four = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+    four: Any = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
     got = ct.info_nce(given["query"], given["key"], scale, directions=four, **harder)
     torch.testing.assert_close(got, given["loss"])
     exec(queue, given)

@@ -56,10 +56,11 @@ def run_forked() -> Iterator[Callable[..., str]]:
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(words, cwd=ROOT, env=environment, text=True, **pipes) as runner:
         assert runner.stdin is not None and runner.stdout is not None
+        asked, answers = runner.stdin, runner.stdout
 
         def ask(example: str, *options: str) -> str:
-            print(json.dumps([f"examples/{example}.py", *options]), file=runner.stdin, flush=True)
-            code, printed, errors = json.loads(runner.stdout.readline())
+            print(json.dumps([f"examples/{example}.py", *options]), file=asked, flush=True)
+            code, printed, errors = json.loads(answers.readline())
             assert code == 0, printed + errors
             return str(printed)
 

@@ -6,7 +6,6 @@ and knows nothing of tiles or process groups. `backend="dense"` runs its `pair_s
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from inspect import signature
 from typing import Any, Literal, get_args
 
 import torch
@@ -264,8 +263,6 @@ def prefix(x: Tensor, dim: int, normalize: bool) -> Tensor:
 
 def with_dims(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Decorator: `matryoshka_dims` sums a loss over truncated rows of both sides, extra keys and hard negatives."""
-    names = list(signature(loss).parameters)
-    truncated = *names[:2], "extra_keys", "hard_negatives"
 
     @wraps(loss)
     def call(
@@ -275,14 +272,15 @@ def with_dims(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
         matryoshka_normalize: bool = True,
         **options: Any,
     ) -> Tensor:
-        given = dict(zip(names, arguments, strict=False)) | options
         if matryoshka_dims is None:
-            return loss(**given)
-        total = given[names[0]].new_zeros(())
+            return loss(*arguments, **options)
+        left, right, *numbers = arguments
+        total: Tensor = left.new_zeros(())
         for dim, weight in zip(matryoshka_dims, matryoshka_weights or [1.0] * len(matryoshka_dims), strict=True):
-            cut = {name: given[name] for name in truncated if given.get(name) is not None}
+            cut = {name: options[name] for name in ("extra_keys", "hard_negatives") if options.get(name) is not None}
             cut = {name: prefix(x, dim, matryoshka_normalize) for name, x in cut.items()}
-            total = total + weight * loss(**{**given, **cut})
+            sides = (prefix(x, dim, matryoshka_normalize) for x in (left, right))
+            total = total + weight * loss(*sides, *numbers, **{**options, **cut})
         return total
 
     return call
@@ -362,7 +360,7 @@ def info_nce(
     """
     labels = torch.arange(len(query), device=query.device) if labels is None else labels
     of_queries, of_keys = ids if isinstance(ids, tuple) else (ids, ids)
-    options = {
+    options: dict[str, Any] = {
         "same_id": same_id,
         "in_batch_negatives": in_batch_negatives,
         "margin": margin,
@@ -371,14 +369,13 @@ def info_nce(
         "hardness_mode": hardness_mode,
         "hardness_strength": hardness_strength,
     }
-    joint = {}
+    joint: dict[str, Any] = {}
     if partition_mode == "joint":
         of_hard = negatives.get("hard_negatives") if share_hard_negatives else None
         others = negatives.get("extra_keys"), negatives.get("extra_ids"), of_hard, negatives.get("hard_ids")
         joint["further"] = _other_directions(query, key, scale, (of_queries, of_keys), others, directions, margin)
-    rows = cross_entropies(
-        *(query, key, scale, labels), query_ids=of_queries, key_ids=of_keys, **options, **joint, **negatives
-    )  # type: ignore[arg-type]
+    options |= joint | negatives
+    rows = cross_entropies(query, key, scale, labels, query_ids=of_queries, key_ids=of_keys, **options)
     if "doc_to_query" in directions and partition_mode == "per_direction":
         cols = cross_entropies(key, query, scale, labels, query_ids=of_keys, key_ids=of_queries, margin=margin)
         rows = (rows + cols) / 2

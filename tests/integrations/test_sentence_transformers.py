@@ -210,6 +210,25 @@ def test_wrapped_in_matryoshka(theirs: ModuleType) -> None:
 
 
 @pytest.mark.peers
+@pytest.mark.filterwarnings("ignore:.*SymmetricRankingLoss is deprecated")
+@pytest.mark.parametrize("name", ["MultipleNegativesRankingLoss", "MultipleNegativesSymmetricRankingLoss"])
+def test_matryoshka_in_one_pass(theirs: ModuleType, name: str) -> None:
+    """The same value and gradients as their wrapper around their loss, also of plain products, which it normalises."""
+    dims, weights = [2, 8, 4], [1.0, 0.5, 2.0]
+    for like in ("cos_sim", "dot_score"):
+        found = []
+        for package, options in ((losses, {"matryoshka_dims": dims, "matryoshka_weights": weights}), (theirs, {})):
+            model, texts = Words(), texts_of(2 if "Symmetric" in name else 3, 12)
+            loss = getattr(package, name)(model, 3.0, similarity_fct=similarity(like), **options)
+            step = loss if options else theirs.MatryoshkaLoss(model, loss, dims, weights)
+            value = step(texts, None)
+            value.backward()
+            found.append((value.detach(), model.words.grad))
+        for ours, want in zip(*found, strict=True):
+            torch.testing.assert_close(ours, want)
+
+
+@pytest.mark.peers
 def test_card_entries_are_theirs(theirs: ModuleType) -> None:
     for options in ({}, SYMMETRIC, {"directions": ALL}, {"directions": SYMMETRIC["directions"]}):
         ours = MultipleNegativesRankingLoss(Given(), **options)

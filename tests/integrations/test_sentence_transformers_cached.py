@@ -16,6 +16,7 @@ from contratile.integrations.sentence_transformers import (
     CachedMultipleNegativesRankingLoss,
     CachedMultipleNegativesSymmetricRankingLoss,
     MultipleNegativesRankingLoss,
+    MultipleNegativesSymmetricRankingLoss,
 )
 from tests.grad_cache.towers import ROUNDING, Tower, gap, gradients, padded, twins
 from tests.integrations.test_sentence_transformers import (
@@ -131,6 +132,21 @@ def test_wrapped_in_matryoshka(theirs: ModuleType) -> None:
         loss = theirs.MatryoshkaLoss(model, kind(model, mini_batch_size=4), [16, 8, 4], [1, 2, 3])
         loss(columns(3), None).backward()
     assert gap(gradients(*ours), gradients(*others)) <= ROUNDING
+
+
+@pytest.mark.parametrize("kind", [CachedMultipleNegativesRankingLoss, CachedMultipleNegativesSymmetricRankingLoss])
+def test_matryoshka_in_one_pass(kind: Any) -> None:
+    """The loss without a cache equals the package's, see `test_sentence_transformers.py`."""
+    ours, others = twins(Words())
+    options: dict[str, Any] = {"matryoshka_dims": [8, 2], "matryoshka_weights": [1, 3]}
+    kind(ours[0], mini_batch_size=5, **options)(texts_of(2, 12), None).backward()
+    plain = (
+        MultipleNegativesRankingLoss
+        if kind is CachedMultipleNegativesRankingLoss
+        else MultipleNegativesSymmetricRankingLoss
+    )
+    plain(others[0], **options)(texts_of(2, 12), None).backward()
+    torch.testing.assert_close(gradients(*ours), gradients(*others))
 
 
 @pytest.mark.parametrize("offload", ["none", "disk"])

@@ -19,6 +19,8 @@ from tests.ranks import pool
 
 N, D, EXTRA, H = 37, 24, 11, 2
 DIMS = (8, 24, 3)
+CLIP_LOSS: Any = ct.clip_loss  # called with keywords from a dictionary
+SIGLIP_LOSS: Any = ct.siglip_loss
 WEIGHTS = (1.0, 0.5, 2.0)
 IDS = torch.arange(N) // 3
 WEIGHT = torch.rand(N, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
@@ -61,6 +63,12 @@ CASES: dict[str, Case] = {
         named(*KEYS_OF_MORE, "key_bias"),
         {"in_batch_negatives": False, "hard_mask": MASK},
     ),
+    "both ways": (
+        "info_nce",
+        [*PAIRS, number(2.0), MORE[1]],
+        named("hard_negatives"),
+        {"directions": ("query_to_doc", "doc_to_query"), "share_hard_negatives": True},
+    ),
     "sigmoid": ("siglip_loss", [*PAIRS, number(5.0), number(-2.0)], named(), {}),
     "sigmoid ids": ("siglip_loss", [*PAIRS, number(5.0), number(-2.0)], named(), {"ids": IDS, "same_id": "positive"}),
 }
@@ -101,7 +109,7 @@ def test_precise_near_convergence(dtype: torch.dtype, scale: float) -> None:
     text = image + 0.02 * randn(n, d, seed=2) / d**0.5
     for noise in (text, features(n, d, seed=3)):
         query, key = (torch.cat([x, x], 1).to(dtype)[:, :d] for x in (3 * image, noise))
-        ours = lambda q, k, s: ct.clip_loss(q, k, s, matryoshka_dims=dims, tile=48)  # noqa: E731
+        ours = lambda q, k, s: CLIP_LOSS(q, k, s, matryoshka_dims=dims, tile=48)  # noqa: E731
         oracle = lambda q, k, s: reference.clip_loss(q, k, s, matryoshka_dims=dims)  # noqa: E731
         leaves = query, key, torch.tensor(scale)
         got = run(ours, *leaves)
@@ -118,7 +126,7 @@ def test_scores_out_of_range_of_a_shared_exponential() -> None:
     """Plain products of very different size, for which a tile needs an exponential per direction."""
     query, key = randn(40, D, seed=1) * torch.logspace(-2, 1, 40).unsqueeze(1), randn(40, D, seed=2) * 5
     how = {"matryoshka_dims": DIMS, "matryoshka_normalize": False}
-    got = run(lambda q, k: ct.clip_loss(q, k, 3.0, tile=16, **how), query, key)
+    got = run(lambda q, k: CLIP_LOSS(q, k, 3.0, tile=16, **how), query, key)
     true = run(lambda q, k: reference.clip_loss(q, k, 3.0, **how), query.double(), key.double())
     for x, y in zip(got.values + got.grads, true.values + true.grads, strict=True):
         assert x.isfinite().all() and (x - y).abs().max() < 1e-5 * y.abs().max()
@@ -130,7 +138,7 @@ def test_rows_of_zeros() -> None:
     query[1], query[2, :8] = 0, 0
     got, want = (
         run(lambda q, k, of=of: of(q, k, 2.0, matryoshka_dims=DIMS), query, key)
-        for of in (ct.clip_loss, reference.clip_loss)
+        for of in (CLIP_LOSS, reference.clip_loss)
     )
     for x, y in zip(got.values + got.grads, want.values + want.grads, strict=True):
         assert torch.allclose(x, y, rtol=1e-9)
@@ -140,14 +148,14 @@ def test_padding_of_hard_negatives_may_hold_anything() -> None:
     hard = MORE[1].clone()
     hard[~MASK] = torch.nan
     hard.requires_grad_()
-    loss = ct.clip_loss(*PAIRS, 3.0, hard_negatives=hard, hard_mask=MASK, matryoshka_dims=DIMS)
+    loss = CLIP_LOSS(*PAIRS, 3.0, hard_negatives=hard, hard_mask=MASK, matryoshka_dims=DIMS)
     loss.backward()
     assert loss.isfinite() and hard.grad is not None and not hard.grad[~MASK].any() and hard.grad.isfinite().all()
 
 
 def test_only_the_scale_needs_a_gradient() -> None:
     want = run(lambda s: reference.clip_loss(*PAIRS, s, matryoshka_dims=DIMS), number(5.0))
-    got = run(lambda s: ct.clip_loss(*PAIRS, s, matryoshka_dims=DIMS, tile=16), number(5.0))
+    got = run(lambda s: CLIP_LOSS(*PAIRS, s, matryoshka_dims=DIMS, tile=16), number(5.0))
     assert torch.allclose(got.grads[0], want.grads[0], rtol=1e-12)
 
 
@@ -161,7 +169,7 @@ def errors_over_ranks(case: str, normalize: bool, sizes: tuple[int, ...]) -> lis
     numbers = [x for x in tensors if x.dim() == 0]
     split = [(rows(n, 1), sizes), (rows(n, 2), sizes)]
     if name == "siglip_loss":
-        ours = lambda q, k, *x: ct.siglip_loss(q, k, *x, ids=part(IDS[:n], sizes), tile=4, **how)  # noqa: E731
+        ours = lambda q, k, *x: SIGLIP_LOSS(q, k, *x, ids=part(IDS[:n], sizes), tile=4, **how)  # noqa: E731
         oracle = lambda q, k, *x: reference.siglip_loss(q, k, *x, ids=IDS[:n], **how)  # noqa: E731
         return compare(ours, oracle, numbers, split)
     split += [(rows(sum(extras), 3), extras), (MORE[1][:n], sizes)]
@@ -245,7 +253,21 @@ def test_workspace_holds_the_tiles_of_all_dimensions(d: int) -> None:
 )
 def test_what_is_refused(options: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        ct.clip_loss(*PAIRS, 1.0, **options)
+        CLIP_LOSS(*PAIRS, 1.0, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"directions": ("query_to_doc", "query_to_query")},
+        {"directions": ("query_to_doc", "doc_to_doc")},
+        {"hardness_mode": "all_negatives", "hardness_strength": 1.0},
+    ],
+)
+def test_directions_and_hardness_are_refused(options: dict[str, Any]) -> None:
+    info_nce: Any = ct.info_nce
+    with pytest.raises(ValueError, match="matryoshka_dims and"):
+        info_nce(*PAIRS, 1.0, matryoshka_dims=DIMS, **options)
 
 
 def test_kernels_do_not_cover_it() -> None:
@@ -258,6 +280,6 @@ def test_raw_features_do_not_warn_and_equal_normalised_ones() -> None:
     raw = [rows(N, seed, dtype=torch.float32) for seed in (1, 2)]
     unit = [F.normalize(x) for x in raw]
     for dims in ((D,), (4, D)):
-        a, b = (ct.clip_loss(*pair, 20.0, matryoshka_dims=dims) for pair in (raw, unit))
+        a, b = (CLIP_LOSS(*pair, 20.0, matryoshka_dims=dims) for pair in (raw, unit))
         assert torch.allclose(a, b)
-    assert torch.allclose(ct.clip_loss(*raw, 20.0, matryoshka_dims=(D,)), ct.clip_loss(*unit, 20.0))
+    assert torch.allclose(CLIP_LOSS(*raw, 20.0, matryoshka_dims=(D,)), CLIP_LOSS(*unit, 20.0))

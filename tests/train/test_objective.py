@@ -118,7 +118,7 @@ def test_matryoshka_dimensions(loss: Any) -> None:
     found, stats, _ = batch_loss(
         config, left, right, pair_facts(chunk(TEXTS, NAMES), "right"), scale=scale, bias=bias[0] if bias else None
     )
-    function = {"clip": ct.clip_loss, "infonce": ct.info_nce, "siglip": ct.siglip_loss}[loss]
+    function: Any = {"clip": ct.clip_loss, "infonce": ct.info_nce, "siglip": ct.siglip_loss}[loss]
     expected = function(left, right, scale, *bias, matryoshka_dims=(2, 4), matryoshka_weights=(1.0, 0.5))
     assert torch.equal(found, expected) and stats is None
 

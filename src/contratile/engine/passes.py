@@ -379,8 +379,15 @@ def _plan(ring: Ring, source: int, x: Inputs, spec: Spec) -> TilePlan:
     # Tuned on one machine, so not for tiles that several ranks have to cut alike.
     own = ring.team.size == 1 and x.key is not None and x.query.is_cpu and spec.tile is None and not spec.prefixes
     shape = tuned.tiles(d, itemsize) if own else None
-    more = {"tile": spec.tile, "itemsize": itemsize, "symmetric": symmetric, "shape": shape}
-    plan = make(*((m, n) if flip else (n, m)), d, **more, prefixes=len(spec.prefixes) or 1)
+    plan = make(
+        *((m, n) if flip else (n, m)),
+        d,
+        tile=spec.tile,
+        itemsize=itemsize,
+        symmetric=symmetric,
+        shape=shape,
+        prefixes=len(spec.prefixes),
+    )
     return plan.transposed() if flip else plan
 
 

@@ -19,6 +19,9 @@ KiB, MiB = 1 << 10, 1 << 20
 WORKSPACE_LIMIT = 40 * MiB
 """Upper limit on the scratch memory of an automatic plan, for any N, M and D."""
 
+_TILES = 3
+"""Tiles alive at once: scores, gradient and scratch; or product, factors and scratch beside those of prefixes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -70,8 +73,8 @@ class TilePlan:
     diagonal: int = 0
     """Height of tiles on the diagonal of symmetric scores: half of each diagonal tile is wasted, so they are small."""
 
-    prefixes: int = 1
-    """Scores of how many prefixes of the features are alive at once."""
+    prefixes: int = 0
+    """Tiles of how many prefixes of the features are alive besides."""
 
     def __post_init__(self) -> None:
         assert not self.symmetric or (self.n == self.m and self.rows == self.cols), "symmetric tiles are square"
@@ -121,7 +124,7 @@ class TilePlan:
     @property
     def workspace_bytes(self) -> int:
         """Peak scratch memory: the tiles, a query block and its gradient, a key block."""
-        tiles = _tiles_at_once(self.prefixes) * self.rows * self.cols
+        tiles = (_TILES + self.prefixes) * self.rows * self.cols
         return (tiles + (2 * self.rows + self.cols) * self.d) * self.itemsize
 
     def __str__(self) -> str:
@@ -141,7 +144,7 @@ def plan_tiles(
     symmetric: bool = False,
     machine: Machine | None = None,
     shape: tuple[int, int] | None = None,
-    prefixes: int = 1,
+    prefixes: int = 0,
 ) -> TilePlan:
     """Choose the tiles for N queries, M keys and D features.
 
@@ -176,7 +179,7 @@ def plan_tiles(
         if shape is None or symmetric:
             machine = machine or this_machine()
             share = machine.shared_cache // (4 if d >= 256 else 8)
-            area = max(share, machine.cores * 512 * KiB) // itemsize // (1 if prefixes == 1 else 4)
+            area = max(share, machine.cores * 512 * KiB) // itemsize // (1 if prefixes < 2 else 4)
             height = isqrt(area if symmetric else max(area, machine.shared_cache // 2 // itemsize))
             if prefixes > 1:  # tiles are read more often than key gradients
                 height = isqrt(2 * area)
@@ -184,7 +187,7 @@ def plan_tiles(
             cols = rows if symmetric else max(16, min(m, area // rows))
         else:
             rows, cols = max(16, min(n, shape[0])), max(16, min(m, shape[1]))
-        alive = _tiles_at_once(prefixes)
+        alive = _TILES + prefixes
         while (alive * rows * cols + (2 * rows + cols) * d) * itemsize > WORKSPACE_LIMIT and max(rows, cols) > 16:
             if symmetric or rows >= cols:
                 rows = max(16, rows * 7 // 8)
@@ -203,11 +206,6 @@ def plan_tiles(
         diagonal=diagonal,
         prefixes=prefixes,
     )
-
-
-def _tiles_at_once(prefixes: int) -> int:
-    """Scores, gradient and scratch; with several prefixes the gradient of each, their product, factors and scratch."""
-    return 3 if prefixes == 1 else prefixes + 3
 
 
 def _slices(length: int, step: int, first: int = 0) -> list[slice]:

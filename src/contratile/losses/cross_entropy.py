@@ -45,7 +45,11 @@ def cross_entropies(
     spec = spec._replace(same_id=options.same_id)
     nested = options.matryoshka
     if nested is not None:
-        query, key, spec = nested.truncated(query), nested.truncated(key), nested.spec(spec)
+        spec = nested.spec(spec)
+    spec = spec._replace(
+        guide_margin=float(options.guide_margin), guide_relative=options.guide_margin_strategy == "relative"
+    )
+    share = _shared_cache(spec, rings, options)
     proxy = None
     if options.several_sources and spec.backend != "dense":
         proxy = stand_in(query)
@@ -62,10 +66,6 @@ def cross_entropies(
         stand_in=proxy,
     )
     x = _with_models(x, options)
-    spec = spec._replace(
-        guide_margin=float(options.guide_margin), guide_relative=options.guide_margin_strategy == "relative"
-    )
-    share = _shared_cache(spec, rings, options)
     spared = None
     if query_ids is not None and key_ids is not None and not options.several_positives:
         spared = query_ids == key_ids[labels]
@@ -191,7 +191,7 @@ def _own_products(x: Inputs, hard: Tensor, mask: Tensor | None, options: PairOpt
     nested = options.matryoshka
     if nested is None:
         return own_products(x.query, hard, mask, x.stand_in)
-    return nested.own_products(x.query, nested.truncated(hard), mask, x.stand_in)
+    return nested.own_products(x.query, hard, mask, x.stand_in)
 
 
 def _tally(
@@ -244,9 +244,9 @@ def _more_keys(
 ) -> Tally:
     """What queries read from keys that hold no positive. `exclude_self`: query i is not compared with key i."""
     assert stats.pos is not None
-    given, nested = ids is not None, options.matryoshka
+    given = ids is not None
     more = x._replace(
-        key=keys if nested is None else nested.truncated(keys),
+        key=keys,
         key_bias=bias,
         labels=None,
         query_ids=x.query_ids if given else None,

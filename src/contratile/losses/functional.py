@@ -938,7 +938,7 @@ def siglip_loss(
     query_ids, key_ids = options.pair_of_ids
     nested = options.matryoshka
     if nested is not None:
-        image, text, spec = nested.truncated(image), nested.truncated(text), nested.spec(spec)
+        spec = nested.spec(spec)
     x = Inputs(image, text, as_tensor(scale, image), shift, labels=labels, query_ids=query_ids, key_ids=key_ids)
     stats = pair_stats(rings.keys, x, spec)
     assert stats.row.total is not None

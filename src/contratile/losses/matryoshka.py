@@ -33,10 +33,6 @@ class Matryoshka(NamedTuple):
     def spec(self, spec: Spec) -> Spec:
         return spec._replace(dims=self.dims, normalize=self.normalize)
 
-    def truncated(self, x: Tensor) -> Tensor:
-        """Without the features that no dimension has."""
-        return x if self.dims[-1] == x.shape[-1] else x[..., : self.dims[-1]]
-
     def total(self, losses: Tensor) -> Tensor:
         """Losses [N, dims] as one [N]."""
         return (losses * losses.new_tensor(self.weights)).sum(1)

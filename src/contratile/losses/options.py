@@ -235,7 +235,7 @@ class PairOptions(NamedTuple):
             label_smoothing=self.label_smoothing,
             cache_bytes=spec.cache_bytes,
             same_id=self.several_positives and spec.reduce == "lse",
-            directions=self.more.several,
+            directions=bool(set(ONE_TYPE) & self.more.names),
             hardness_mode=bool(self.more.hardness),
         )
         check_teacher(self, query, key)

@@ -136,7 +136,8 @@ class LossConfig:
             ("--label-smoothing", self.label_smoothing),
             ("--cache-mib", self.cache_mib),
             ("--same-id positive", self.same_id == "positive" and self.loss != "siglip"),
-            ("--directions or --hardness-mode", self.more.several or self.more.hardness),
+            ("--directions query_to_query or doc_to_doc", set(ONE_TYPE) & self.more.names),
+            ("--hardness-mode", self.more.hardness),
         ):
             if given:
                 remedy = "Drop one of the two."

@@ -116,6 +116,48 @@ def _sentence_transformers() -> LossStep:
     return _fixed(make)
 
 
+def widths(d: int) -> tuple[int, ...]:
+    """Matryoshka dimensions of D features: 64, 128, 256, ... and D."""
+    return (*(64 << power for power in range(d) if 64 << power < d), d)
+
+
+def _nested(loss: LossFunction) -> LossFunction:
+    """The loss summed over dimensions."""
+    return lambda query, key, scale, **how: loss(query, key, scale, matryoshka_dims=widths(query.shape[1]), **how)
+
+
+def _looped(loss: LossFunction) -> LossFunction:
+    """The same with a call for each dimension."""
+
+    def summed(query: Tensor, key: Tensor, scale: Tensor, **how: Any) -> Tensor:
+        cut = ((F.normalize(x[:, :dim], dim=1) for x in (query, key)) for dim in widths(query.shape[1]))
+        return torch.stack([loss(*sides, scale, **how) for sides in cut]).sum()
+
+    return summed
+
+
+def _matryoshka_loss() -> LossStep:
+    from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss, MultipleNegativesRankingLoss
+
+    class Given(torch.nn.Module):
+        """Embeddings are given: no model is run."""
+
+        def get_embedding_dimension(self) -> None:
+            """Read for labels that are embeddings, which these are not."""
+
+        def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+            return dict(features)
+
+    def make(scale: float, dims: tuple[int, ...]) -> LossFunction:
+        model: Any = Given()
+        both: Any = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
+        loss = MatryoshkaLoss(model, MultipleNegativesRankingLoss(model, scale=scale, **both), dims)
+        return lambda *columns: loss([{"sentence_embedding": x} for x in columns], torch.empty(0))
+
+    module = cache(make)
+    return backward(lambda query, key, scale: module(scale.item(), widths(query.shape[1]))(query, key))
+
+
 def _info_nce_pytorch() -> LossStep:
     from info_nce import InfoNCE
 
@@ -267,6 +309,32 @@ FAMILY = (
             ),
         ],
         dense=7.1,
+    ),
+    _case(
+        "matryoshka",
+        _nested(reference.clip_loss),
+        [
+            LossContestant(
+                name="contratile",
+                load=lambda: backward(partial(_nested(clip_loss), group=None)),
+                about="clip_loss with matryoshka_dims 64, 128, ... and D",
+                linear=64,
+            ),
+            LossContestant(
+                name="contratile_loop",
+                load=lambda: backward(partial(_looped(clip_loss), group=None)),
+                about="a call of clip_loss for each dimension",
+                linear=4096,
+            ),
+            LossContestant(
+                name="sentence_transformers",
+                load=_matryoshka_loss,
+                about="MatryoshkaLoss around MultipleNegativesRankingLoss, both directions averaged",
+                matrices=14.0,
+                package="sentence-transformers",
+            ),
+        ],
+        dense=20.0,
     ),
 )
 CASES = {case.name: case for case in (CLIP, *FAMILY)}

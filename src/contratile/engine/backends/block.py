@@ -126,10 +126,13 @@ class Given(NamedTuple):
         """One for each prefix; itself if there is one, of all features."""
         if not prefixes.asked:
             return [self]
+        row, col = self.row, self.col
         return [
             Given(
-                *(None if side is None else side.of_prefix(at) for side in (self.row, self.col)),
-                *(of_prefix(x, at) for x in (self.pos, self.pos_grad)),
+                None if row is None else row.of_prefix(at),
+                None if col is None else col.of_prefix(at),
+                of_prefix(self.pos, at),
+                of_prefix(self.pos_grad, at),
             )
             for at in range(len(prefixes.blocks))
         ]

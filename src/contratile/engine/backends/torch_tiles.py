@@ -244,9 +244,9 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
             spare_RC, factor_RC = ws.tile(1, tile), None
             for prefix, weigher in enumerate(weights):
                 g_RC = ws.tile(3 + prefix if prefixes.asked else 0, tile)
-                s_RC = None if apart else _cached(scores, tile)
-                if s_RC is None:
-                    s_RC = p_RC = ws.tile(2, tile) if keep_scores else ws.tile(0, tile)
+                kept_RC = None if apart else _cached(scores, tile)
+                s_RC = p_RC = ws.tile(2 if keep_scores else 0, tile) if kept_RC is None else kept_RC
+                if kept_RC is None:
                     products(scores, plain_RD, k_CD, tile, p_RC, spare_RC, prefix)
                     if prefixes.asked:
                         factor_RC = prefixes.factor(prefix, tile, ws.tile(2, tile))
@@ -455,7 +455,8 @@ class Workspace:
     def query_grad(self, rows: slice) -> Tensor:
         """A buffer for the gradient of a block of queries."""
         if self._query_grad is None:
-            self._query_grad = torch.empty_like(self._query)
+            make = torch.empty_like if self._plan.prefixes == 0 else torch.zeros_like  # no prefix may have all features
+            self._query_grad = make(self._query)
         return part(self._query_grad, slice(0, rows.stop - rows.start))
 
     def key(self, k: Tensor, cols: slice) -> Tensor:

@@ -162,7 +162,7 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
     Chunks of g are written in the features' dtype. Upstream gradients are scaled to about 1 first, because 1 / N would
     underflow in fp16; the scaling is undone at the end, together with alpha, in fp32.
     """
-    q, (dq, dk, dalpha, dbias, _, dcol_bias) = scores.q, into
+    q, (dq, dk, dalpha, dbias, _, dcol_bias, *_) = scores.q, into
     if not len(q) or not len(scores.key) or not _upstream(given):
         return
     with on_device(q.device):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -72,6 +73,8 @@ class CachedMultipleNegativesRankingLoss(MiniBatches, MultipleNegativesRankingLo
         lengths: Literal["auto", "off"] | ByLength = "auto",
         keep_graphs: KeepGraphs = 0,
         memory_limit: int | None = None,
+        matryoshka_dims: Sequence[int] | None = None,
+        matryoshka_weights: Sequence[float] | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -86,6 +89,8 @@ class CachedMultipleNegativesRankingLoss(MiniBatches, MultipleNegativesRankingLo
             exclude_duplicates=exclude_duplicates,
             tile=tile,
             cache_bytes=cache_bytes,
+            matryoshka_dims=matryoshka_dims,
+            matryoshka_weights=matryoshka_weights,
         )
         self._in_mini_batches(
             mini_batch_size, mini_batch_num_tokens, show_progress_bar, offload, lengths, keep_graphs, memory_limit
@@ -138,6 +143,8 @@ class CachedMultipleNegativesSymmetricRankingLoss(CachedMultipleNegativesRanking
         lengths: Literal["auto", "off"] | ByLength = "auto",
         keep_graphs: KeepGraphs = 0,
         memory_limit: int | None = None,
+        matryoshka_dims: Sequence[int] | None = None,
+        matryoshka_weights: Sequence[float] | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -157,4 +164,6 @@ class CachedMultipleNegativesSymmetricRankingLoss(CachedMultipleNegativesRanking
             lengths=lengths,
             keep_graphs=keep_graphs,
             memory_limit=memory_limit,
+            matryoshka_dims=matryoshka_dims,
+            matryoshka_weights=matryoshka_weights,
         )

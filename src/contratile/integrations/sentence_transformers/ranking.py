@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any
@@ -71,6 +71,9 @@ class MultipleNegativesRankingLoss(CheckedModule):
             nor are hard negatives equal to one of their texts: no sampler has to keep them apart.
         tile: Edge of the tiles; None: chosen automatically.
         cache_bytes: Memory for keeping tiles from forward to backward.
+        matryoshka_dims: Sum the loss over truncated, normalised embeddings in one pass: the same value and gradients as
+            `MatryoshkaLoss(model, loss, matryoshka_dims)` of the package, without its pass for each dimension.
+        matryoshka_weights: Their weights; 1 each by default.
 
     Raises:
         ValueError: An option is invalid or not supported.
@@ -100,6 +103,8 @@ class MultipleNegativesRankingLoss(CheckedModule):
         exclude_duplicates: bool = False,
         tile: int | None = None,
         cache_bytes: int = 0,
+        matryoshka_dims: Sequence[int] | None = None,
+        matryoshka_weights: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
         if not scale > 0:
@@ -115,6 +120,8 @@ class MultipleNegativesRankingLoss(CheckedModule):
         self.margin = margin
         self.tile = tile
         self.cache_bytes = cache_bytes
+        self.matryoshka_dims = matryoshka_dims
+        self.matryoshka_weights = matryoshka_weights
         self.exclude_duplicates = exclude_duplicates
         self._ids: Ids | None = None
 
@@ -180,7 +187,8 @@ class MultipleNegativesRankingLoss(CheckedModule):
         # At least fp32, as in the package: the norm of a 16-bit embedding may not fit into 16 bits.
         dtype = reduce(torch.promote_types, (x.dtype for x in embeddings), torch.float32)
         embeddings = [x.to(dtype) for x in embeddings]
-        if is_cosine(self.similarity_fct):  # checked in every call: a model may change its similarity
+        cosine = is_cosine(self.similarity_fct)  # checked in every call: a model may change its similarity
+        if cosine and self.matryoshka_dims is None:  # truncated embeddings are normalised by the loss
             embeddings = [F.normalize(x, dim=-1) for x in embeddings]
         query, positive, *negatives = embeddings
         return info_nce(
@@ -199,6 +207,8 @@ class MultipleNegativesRankingLoss(CheckedModule):
             group="auto" if self.gather_across_devices else None,
             tile=self.tile,
             cache_bytes=self.cache_bytes,
+            matryoshka_dims=self.matryoshka_dims,
+            matryoshka_weights=self.matryoshka_weights,
         )
 
     def get_config_dict(self) -> dict[str, Any]:
@@ -212,6 +222,8 @@ class MultipleNegativesRankingLoss(CheckedModule):
             "hardness_mode": self.hardness_mode,
             "hardness_strength": self.hardness_strength,
             "margin": self.margin,
+            "matryoshka_dims": self.matryoshka_dims,
+            "matryoshka_weights": self.matryoshka_weights,
             "exclude_duplicates": self.exclude_duplicates,
         }
 
@@ -245,6 +257,8 @@ class MultipleNegativesSymmetricRankingLoss(MultipleNegativesRankingLoss):
         exclude_duplicates: bool = False,
         tile: int | None = None,
         cache_bytes: int = 0,
+        matryoshka_dims: Sequence[int] | None = None,
+        matryoshka_weights: Sequence[float] | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -257,4 +271,6 @@ class MultipleNegativesSymmetricRankingLoss(MultipleNegativesRankingLoss):
             exclude_duplicates=exclude_duplicates,
             tile=tile,
             cache_bytes=cache_bytes,
+            matryoshka_dims=matryoshka_dims,
+            matryoshka_weights=matryoshka_weights,
         )
