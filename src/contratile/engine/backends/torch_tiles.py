@@ -152,11 +152,11 @@ def _reader(scores: Scores, spec: Spec, ws: Workspace) -> Reader:
     reader, teacher = LseReader(rule, row, col, partial(score_, scores)), scores.teacher
     if teacher is None:
         return reader
-    taught = [
+    taught_row, taught_col = (
         CrossSums(length, alpha, centre) if wanted and centre is not None else None
         for length, centre, wanted in ((n, teacher.row, spec.rows), (m, teacher.col, spec.cols))
-    ]
-    return TeacherReader(reader, rule, *taught, BesideProducts(scores, teacher), teacher.pos)
+    )
+    return TeacherReader(reader, rule, taught_row, taught_col, BesideProducts(scores, teacher), teacher.pos)
 
 
 def _rank_reader(scores: Scores, spec: Spec) -> RankReader | None:
@@ -371,11 +371,11 @@ def _weights(scores: Scores, spec: Spec, given: Given) -> Weights:
         col_sums = None if given.col is None else given.col.grad
         return SoftplusWeights(sums, col_sums, rule=rule, pos=pos, pos_grad=pos_grad)
     row, col = _direction(given.row, scores, spec), _direction(given.col, scores, spec)
-    more = {"factor": alpha.abs() if spec.filters else None, "col_bias": scores.col_bias}
+    factor = alpha.abs() if spec.filters else None
     own: dict[str, Any] = {"rule": rule, "pos": pos, "pos_grad": pos_grad, "mirrored": scores.k is None}
     if scores.guide is not None:
         return GuidedWeights(row, col, **own, products=BesideProducts(scores, scores.guide))
-    weights = LseWeights(row, col, **own, **more)
+    weights = LseWeights(row, col, **own, factor=factor, col_bias=scores.col_bias)
     if scores.hardness is not None:
         return HardWeights(Hardness(scores, rule, scores.hardness), weights)
     taught, teacher = given.teacher, scores.teacher
