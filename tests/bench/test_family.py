@@ -124,7 +124,7 @@ def test_options_have_something_to_do() -> None:
     case = CASES["info_nce"]
     problem = case.problem(N, D, scale=14.3)
     plain = case.oracle(*problem.args)
-    for name in ("contratile_ids", "contratile_margin"):
+    for name in ("contratile_ids", "contratile_positives", "contratile_margin"):
         option = case.contestants[name].oracle
         assert option is not None and not torch.isclose(option(*problem.args), plain, rtol=1e-4)
 

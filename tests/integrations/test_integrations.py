@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import contratile as ct
-from contratile.integrations import inf_cl, lightly, open_clip
+from contratile.integrations import inf_cl, lightly, listed_pairs, open_clip
 from contratile.integrations import pytorch_metric_learning as pml
 from tests.helpers import features, labels_of, randn
 from tests.ranks import pool
@@ -109,6 +109,46 @@ def test_open_clip_bias_has_a_gradient() -> None:
     assert torch.autograd.grad(open_clip.ClipLoss()(*inputs, bias), bias)[0] == 0
 
 
+def teacher_of(n: int) -> list[Tensor]:
+    return [*(features(n, 2 * D, seed=seed) for seed in (3, 4)), torch.tensor(20.0)]
+
+
+def test_open_clip_distillation() -> None:
+    from open_clip import loss as theirs
+
+    image, text, scale, _ = leaves()
+    teacher = teacher_of(N)
+    ours = open_clip.DistillClipLoss()(image, text, scale, *teacher)
+    want = theirs.DistillClipLoss()(image, text, scale, *teacher)
+    torch.testing.assert_close(ours, want)
+    same(ours[0] + 2 * ours[1], want[0] + 2 * want[1], image, text, scale)
+    named = open_clip.DistillClipLoss()(image, text, scale, *teacher, output_dict=True)
+    assert list(named) == ["contrastive_loss", "distill_loss"]
+    learned = [x.clone().requires_grad_() for x in teacher]  # constants, also where they need a gradient
+    assert open_clip.DistillClipLoss()(image.double(), text.double(), scale, *learned)[1].dtype == torch.float64
+    assert open_clip.DistillClipLoss()(image, text, scale, *(x.double() for x in teacher))[1].dtype == torch.float32
+    made = open_clip.create_loss(arguments(distill=True, gather_with_grad=True))
+    assert isinstance(made, open_clip.DistillClipLoss) and made.gather_with_grad
+
+
+def test_open_clip_captions() -> None:
+    from open_clip import loss as theirs
+
+    image, text, scale, _ = leaves()
+    logits = torch.randn(N, 5, 30, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    tokens = torch.randint(30, (N, 5), generator=torch.Generator().manual_seed(2))
+    for weights in ((2.0, 1.0), (0.5, 0.0)):
+        ours, want = (
+            package.CoCaLoss(*weights, pad_id=3)(image, text, logits, tokens, scale) for package in (open_clip, theirs)
+        )
+        same(sum(ours), sum(want), image, text, scale, logits)
+    made = open_clip.create_loss(
+        arguments(model="coca_ViT-B-32", coca_caption_loss_weight=2.0, coca_contrastive_loss_weight=1.0)
+    )
+    named = made(image, text, logits, tokens, scale, output_dict=True)
+    assert isinstance(made, open_clip.CoCaLoss) and list(named) == ["contrastive_loss", "caption_loss"]
+
+
 def open_clip_losses() -> Any:
     """The file of open_clip's losses without the rest of the package, which takes a rank several seconds to import."""
     package = find_spec("open_clip")
@@ -151,11 +191,27 @@ def open_clip_siglip(dist_impl: str) -> None:
     torch.testing.assert_close(*([rank_mean(x) for x in y[3:]] for y in (ours, theirs)), rtol=1e-4, atol=1e-5)
 
 
+def open_clip_distill(local_loss: bool) -> None:
+    theirs, n = open_clip_losses(), 6 * N
+    whole, teacher = leaves(n=n), teacher_of(n)
+    inputs = [*map(on_rank, whole[:2]), whole[2]]
+    seen = [*(on_rank(x).detach() for x in teacher[:2]), teacher[2]]
+    options = local_loss, True, False, dist.get_rank(), dist.get_world_size()
+    for term in range(2):
+        want, got = (
+            value_and_grads(package.DistillClipLoss(*options)(*inputs, *seen)[term], inputs)
+            for package in (theirs, open_clip)
+        )
+        torch.testing.assert_close(got[:3], want[:3], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(rank_mean(got[3]), rank_mean(want[3]), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_open_clip_on_ranks(world: int) -> None:
     for local_loss in (False, True):
         for gather_with_grad in (False, True):
             pool(world).run(open_clip_clip, local_loss, gather_with_grad)
+        pool(world).run(open_clip_distill, local_loss)
     for dist_impl in ("bidir", "gather"):
         pool(world).run(open_clip_siglip, dist_impl)
 
@@ -268,12 +324,6 @@ def test_open_clip_refusals() -> None:
         open_clip.ClipLoss(use_horovod=True)
     with pytest.raises(ValueError, match="dist_impl: expected one of 'bidir', 'shift', 'reduce', 'gather', got 'tree'"):
         open_clip.SigLipLoss(dist_impl="tree")
-    for changed, told in (
-        ({"distill": True}, "distill: expected False"),
-        ({"model": "coca_ViT-B-32"}, "model: expected a CLIP or SigLIP model"),
-    ):
-        with pytest.raises(ValueError, match=rf"{told}, .* Use open_clip.create_loss"):
-            open_clip.create_loss(arguments(**changed))
     with pytest.raises(ValueError, match="use_horovod"):
         open_clip.create_loss(arguments(horovod=True))
 
@@ -656,8 +706,51 @@ def test_metric_learning_self_supervised() -> None:
             same(*wrapped, *out)
 
 
+def test_metric_learning_with_miners(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs and triplets, some of them several times, also against references, a few at a time."""
+    from pytorch_metric_learning import miners
+
+    monkeypatch.setattr(listed_pairs, "CHUNK", 7 * D + 1)
+    embeddings, ref = views()[0], views(31, seed=5)[0]
+    labels, ref_labels = LABELS["some alone"], labels_of(31, 6, seed=4)
+    for miner in (miners.MultiSimilarityMiner(), miners.TripletMarginMiner(0.3)):
+        mined = miner(embeddings, labels)
+        across = miner(embeddings, labels, ref, ref_labels)
+        nothing = tuple(x[:0] for x in mined)
+        for ours, theirs in kinds():
+            same(ours()(embeddings, labels, mined), theirs()(embeddings, labels, mined), embeddings)
+            given = {"ref_emb": ref, "ref_labels": ref_labels}
+            want = theirs()(embeddings, labels, across, **given)
+            same(ours()(embeddings, labels, across, **given), want, embeddings, ref)
+            assert ours()(embeddings, labels, nothing) == 0
+
+
+def test_metric_learning_with_a_memory() -> None:
+    from pytorch_metric_learning.losses import CrossBatchMemory
+
+    for ours, theirs in kinds():
+        memories = [CrossBatchMemory(kind(), D, memory_size=40) for kind in (ours, theirs)]
+        for step in range(3):
+            embeddings = views(seed=step)[0]
+            same(*(memory(embeddings, labels_of(N, 5, seed=step)) for memory in memories), embeddings)
+
+
+def test_metric_learning_distances_and_reducers() -> None:
+    from pytorch_metric_learning import distances, miners, reducers
+
+    embeddings, labels = views()[0], LABELS["some alone"]
+    mined = miners.MultiSimilarityMiner()(embeddings, labels)
+    for distance in (distances.DotProductSimilarity(), distances.DotProductSimilarity(normalize_embeddings=True), None):
+        for reducer in (reducers.MeanReducer(), reducers.SumReducer(), None):
+            options = {"distance": distance, "reducer": reducer, "temperature": 0.5}
+            for ours, theirs in kinds():
+                for pairs in (None, mined):
+                    arguments = embeddings, labels, pairs
+                    same(ours(**options)(*arguments), theirs(**options)(*arguments), embeddings)
+
+
 def test_metric_learning_refusals() -> None:
-    from pytorch_metric_learning import distances, miners, reducers, regularizers
+    from pytorch_metric_learning import distances, reducers, regularizers
 
     embeddings, ref = (x.detach() for x in views())
     labels = LABELS["classes"]
@@ -670,8 +763,9 @@ def test_metric_learning_refusals() -> None:
             with pytest.raises(ValueError, match="temperature: expected a positive number"):
                 kind(temperature=temperature)
         for options in (
-            {"reducer": reducers.SumReducer()},
+            {"reducer": reducers.PerAnchorReducer()},
             {"distance": distances.LpDistance()},
+            {"distance": distances.DotProductSimilarity(power=2)},
             {"distance": distances.CosineSimilarity(power=2)},
             {"distance": distances.CosineSimilarity(p=1)},
             {"embedding_regularizer": regularizers.LpRegularizer()},
@@ -689,8 +783,9 @@ def test_metric_learning_refusals() -> None:
             loss(embeddings, labels * torch.tensor(float("nan")))
         with pytest.raises(ValueError, match=r"labels: expected shape \[24\]"):
             loss(embeddings, labels.float()[:5])
-        with pytest.raises(ValueError, match=r"indices_tuple: expected None, got tuple\. Remove the miner"):
-            loss(embeddings, labels, miners.MultiSimilarityMiner()(embeddings, labels))
+        for bad in ((labels,), 3, [[0], [1], [2]]):
+            with pytest.raises(ValueError, match=r"indices_tuple: expected three or four tensors of indices, got"):
+                loss(embeddings, labels, bad)
         for missing, given in (("labels", {}), ("ref_labels", {"labels": labels, "ref_emb": ref})):
             with pytest.raises(ValueError, match=f"{missing}: expected a tensor, got None"):
                 loss(embeddings, **given)

@@ -3,10 +3,11 @@
     from contratile.integrations.pytorch_metric_learning import NTXentLoss, SupConLoss
     loss = NTXentLoss(temperature=0.07)(embeddings, labels)              # or (..., ref_emb=, ref_labels=)
 
-Distance and reducers are the package's defaults: cosines, so embeddings are normalised here, and the mean. The losses
-work inside the package's `SelfSupervisedLoss`. Miners, other distances, reducers and regularizers raise an error, in
-the constructor or when they are set later. Labels are compared for equality: integers, floats or bools. Losses of
-16-bit embeddings are fp32, where the package returns 16 bits.
+Distances are cosines (the default: embeddings are normalised here) and dot products, reducers the default, the mean and
+the sum. `indices_tuple` of miners restricts the pairs, and the losses work inside the package's `SelfSupervisedLoss`
+and `CrossBatchMemory`. Other distances, reducers and regularizers raise an error, in the constructor or when they are
+set later. Labels are compared for equality: integers, floats or bools. Losses of 16-bit embeddings are fp32, where the
+package returns 16 bits.
 """
 
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from contratile.engine.autograd import pair_stats
 from contratile.engine.spec import Inputs, Spec
 from contratile.errors import bad_value, check_features, check_temperature, check_transform, check_vector
 from contratile.integrations.attributes import CheckedModule
+from contratile.integrations.listed_pairs import Listed, nt_xent_of_listed, sup_con_of_listed
 from contratile.losses.cross_entropy import as_tensor, class_losses
 from contratile.ring.ring import Ring
 from contratile.ring.team import ALONE
@@ -42,6 +44,8 @@ class _LabelLoss(CheckedModule):
     """The constructor and the call that both losses share."""
 
     default_reducer: str
+    reducers = "MeanReducer", "SumReducer"
+    """Supported ones beside the default."""
 
     def __init__(
         self,
@@ -65,11 +69,12 @@ class _LabelLoss(CheckedModule):
         if name == "temperature":
             check_temperature(value)
         elif name == "distance":
-            cosine = value is None or (_is(value, "CosineSimilarity") and value.p == 2 and value.power == 1)
-            self._refuse(name, value, "CosineSimilarity()", known=cosine)
+            products = _is(value, "CosineSimilarity") or _is(value, "DotProductSimilarity")
+            known = value is None or (products and value.p == 2 and value.power == 1)
+            self._refuse(name, value, "CosineSimilarity(), or DotProductSimilarity()", known=known)
         elif name == "reducer":
-            known = value is None or _is(value, self.default_reducer)
-            self._refuse(name, value, f"{self.default_reducer}()", known=known)
+            known = value is None or any(_is(value, reducer) for reducer in (self.default_reducer, *self.reducers))
+            self._refuse(name, value, f"{self.default_reducer}(), MeanReducer() or SumReducer()", known=known)
         elif name == "embedding_regularizer":
             self._refuse(name, value, "None", known=value is None)
         elif name == "collect_stats":
@@ -95,7 +100,7 @@ class _LabelLoss(CheckedModule):
         Args:
             embeddings: Anchors [N, D]; normalised here.
             labels: Labels [N]. Embeddings with equal labels are positives of each other.
-            indices_tuple: Must be None: miners are not supported.
+            indices_tuple: What a miner returns, triplets or pairs: only these pairs count. None: all.
             ref_emb: References [M, D] to compare the anchors with; None: the anchors themselves.
             ref_labels: Labels [M] of the references.
 
@@ -103,8 +108,7 @@ class _LabelLoss(CheckedModule):
             A scalar; 0 if there are no negatives.
         """
         if indices_tuple is not None:
-            remedy = "Remove the miner (or CrossBatchMemory) that made it: the loss uses all pairs."
-            bad_value("indices_tuple", expected="None", got=type(indices_tuple).__name__, remedy=remedy)
+            return self._mined(embeddings, ref_emb, indices_tuple)
         if labels is None or (ref_emb is None) != (ref_labels is None):
             missing = "labels" if labels is None else "ref_emb" if ref_emb is None else "ref_labels"
             bad_value(missing, expected="a tensor", got="None", remedy="Labels determine which pairs are positive.")
@@ -118,7 +122,7 @@ class _LabelLoss(CheckedModule):
     ) -> AnchorsAndReferences:
         check_transform(type(self).__name__, "auto", (embeddings, ref_emb))
         check_features({"embeddings": embeddings}, empty=False)
-        query = F.normalize(embeddings, dim=1)
+        query = self._measured(embeddings)
         mine = _vector("labels", labels, embeddings)
         if ref_emb is None or ref_labels is None or (ref_emb is embeddings and ref_labels is labels):
             classes, _ = _classes(mine, mine)
@@ -128,9 +132,31 @@ class _LabelLoss(CheckedModule):
             bad_value("ref_labels", expected="another tensor than labels", got="the same", remedy=remedy)
         check_features({"embeddings": embeddings, "ref_emb": ref_emb}, empty=False)
         classes, ref_classes = _classes(mine, _vector("ref_labels", ref_labels, ref_emb))
-        return AnchorsAndReferences(query, F.normalize(ref_emb, dim=1), classes, ref_classes)
+        return AnchorsAndReferences(query, self._measured(ref_emb), classes, ref_classes)
+
+    def _measured(self, embeddings: Tensor) -> Tensor:
+        """Embeddings whose products are the similarities."""
+        normalised = self.distance is None or self.distance.normalize_embeddings
+        return F.normalize(embeddings, dim=1) if normalised else embeddings
+
+    def _mined(self, embeddings: Tensor, ref_emb: Tensor | None, indices_tuple: Any) -> Tensor:
+        check_transform(type(self).__name__, "auto", (embeddings, ref_emb))
+        ref_emb = embeddings if ref_emb is None else ref_emb
+        check_features({"embeddings": embeddings, "ref_emb": ref_emb}, empty=False)
+        pairs = Listed.of(indices_tuple, embeddings.device)
+        if not (len(pairs.a) and len(pairs.a2)):
+            return embeddings.sum() * 0
+        query, key = self._measured(embeddings), self._measured(ref_emb)
+        return self._loss_of_listed(query, key, 1 / as_tensor(self.temperature, query), pairs)
+
+    @property
+    def _reduction(self) -> str:
+        return self.default_reducer if self.reducer is None else type(self.reducer).__name__
 
     def _loss(self, x: AnchorsAndReferences) -> Tensor:
+        raise NotImplementedError
+
+    def _loss_of_listed(self, query: Tensor, key: Tensor, scale: Tensor, pairs: Listed) -> Tensor:
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -184,10 +210,11 @@ class NTXentLoss(_LabelLoss):
 
     Args:
         temperature: A number, or a tensor if it is learned.
-        **options: `distance`, `reducer`, `embedding_regularizer` and `collect_stats`; only the package's defaults.
+        **options: `distance` (cosines or dot products), `reducer` (the default, mean or sum); `collect_stats` and
+            `embedding_regularizer` only as the package's defaults.
 
     Raises:
-        ValueError: An option is not the package's default.
+        ValueError: An option is not supported.
 
     Examples:
         >>> import torch
@@ -208,7 +235,11 @@ class NTXentLoss(_LabelLoss):
         pairs = Positives.of(x.query_labels, x.key_labels, same_set=x.key is None)
         key = x.query if x.key is None else x.key
         total: Tensor = _PairLosses.apply(x.query, key, stats.nats(stats.row.total), scale, pairs)  # type: ignore[no-untyped-call]
-        return total / max(pairs.number, 1)
+        return total if self._reduction == "SumReducer" else total / max(pairs.number, 1)
+
+    def _loss_of_listed(self, query: Tensor, key: Tensor, scale: Tensor, pairs: Listed) -> Tensor:
+        losses = nt_xent_of_listed(query, key, scale, pairs)
+        return losses.sum() if self._reduction == "SumReducer" else losses.mean()
 
 
 class SupConLoss(_LabelLoss):
@@ -220,10 +251,11 @@ class SupConLoss(_LabelLoss):
 
     Args:
         temperature: A number, or a tensor if it is learned.
-        **options: `distance`, `reducer`, `embedding_regularizer` and `collect_stats`; only the package's defaults.
+        **options: `distance` (cosines or dot products), `reducer` (the default, mean or sum); `collect_stats` and
+            `embedding_regularizer` only as the package's defaults.
 
     Raises:
-        ValueError: An option is not the package's default.
+        ValueError: An option is not supported.
 
     Examples:
         >>> import torch
@@ -240,7 +272,16 @@ class SupConLoss(_LabelLoss):
         scale = 1 / as_tensor(self.temperature, x.query)
         inputs = Inputs(x.query, x.key, scale, query_classes=x.query_labels, key_classes=x.key_labels)
         losses, count = class_losses(inputs, Spec(exclude_self=x.key is None), x.ring)
-        return losses.sum() / (count > 0).sum().clamp(min=1)
+        return self._reduced(losses, count)
+
+    def _loss_of_listed(self, query: Tensor, key: Tensor, scale: Tensor, pairs: Listed) -> Tensor:
+        return self._reduced(*sup_con_of_listed(query, key, scale, pairs))
+
+    def _reduced(self, losses: Tensor, count: Tensor) -> Tensor:
+        """`count`: the positives of each anchor."""
+        if self._reduction == "SumReducer":
+            return losses.sum()
+        return losses.mean() if self._reduction == "MeanReducer" else losses.sum() / (count > 0).sum().clamp(min=1)
 
 
 class Positives(NamedTuple):

@@ -153,6 +153,7 @@ class LossConfig:
             ("label_smoothing", bool(self.label_smoothing)),
             ("same_id=positive", self.same_id == "positive"),
             ("margin", self.margin is not None and bool(margin)),
+            ("matryoshka_dims", bool(self.matryoshka_dims) and bool(margin)),
         ):
             if given and (self.more.several or self.more.hardness):
                 remedy = f"Drop {name}, or the directions beyond query_to_doc and the hardness."

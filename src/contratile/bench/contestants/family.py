@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contratile import clip_loss, info_nce, nt_xent, reference, siglip_loss, sup_con
+from contratile.bench.contestants.directions import PAIRS, TRIPLETS, gte, gte_hard, theirs, triplets
 from contratile.bench.contestants.loss import (
     CLIP,
     MINI_BATCH,
@@ -75,7 +76,7 @@ def cooled(loss: LossFunction) -> LossFunction:
 def _fixed(make: Callable[[float], Any]) -> LossStep:
     """Return the step of a module whose scale is fixed when it is made."""
     module = cache(make)
-    return backward(lambda a, b, scale: module(scale.item())(a, b))
+    return backward(lambda *args: module(args[-1].item())(*args[:-1]))
 
 
 def _lightly() -> LossStep:
@@ -202,6 +203,17 @@ def _option(name: str, option: Callable[[Tensor], dict[str, Any]], about: str) -
     return LossContestant(name=name, load=load, about=about, oracle=bound(reference.info_nce), linear=32)
 
 
+def _their_directions(about: str, oracle: LossFunction, *, matrices: float) -> LossContestant:
+    return LossContestant(
+        name="sentence_transformers",
+        load=lambda: _fixed(theirs),
+        about=f"MultipleNegativesRankingLoss, {about}, cosines by its default",
+        matrices=matrices,
+        package="sentence-transformers",
+        oracle=normalised(oracle),
+    )
+
+
 def _case(name: str, oracle: LossFunction, contestants: list[LossContestant], *, dense: float, **facts: Any) -> Case:
     """Make a case and add the reference as a contestant, which holds `dense` N x N matrices."""
     formula = LossContestant(name="dense", load=lambda: backward(oracle), about="the reference in fp32", matrices=dense)
@@ -298,6 +310,11 @@ FAMILY = (
         [
             *_ours(info_nce, about="info_nce"),
             _option("contratile_ids", lambda query: {"ids": _pairs(query)}, "info_nce with ids, two pairs of each"),
+            _option(
+                "contratile_positives",
+                lambda query: {"ids": _pairs(query), "same_id": "positive"},
+                "info_nce with the same ids as further positives",
+            ),
             _option("contratile_margin", lambda query: {"margin": MARGIN}, f"info_nce with margin={MARGIN}"),
             LossContestant(
                 name="info_nce_pytorch",
@@ -309,6 +326,27 @@ FAMILY = (
             ),
         ],
         dense=7.1,
+    ),
+    _case(
+        "gte",
+        gte(reference.info_nce),
+        [
+            *_ours(gte(info_nce), about="info_nce, four directions in one softmax", products=PAIRS),
+            _their_directions("four directions in one softmax", gte(reference.info_nce), matrices=16.5),
+        ],
+        dense=30.0,
+        products=PAIRS,
+    ),
+    _case(
+        "gte_hard",
+        gte_hard(reference.info_nce),
+        [
+            *_ours(gte_hard(info_nce), about="the same with a hard negative of each query", products=TRIPLETS),
+            _their_directions("the same with a column of hard negatives", gte_hard(reference.info_nce), matrices=25.0),
+        ],
+        dense=45.0,
+        problem=triplets,
+        products=TRIPLETS,
     ),
     _case(
         "matryoshka",

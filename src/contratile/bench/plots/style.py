@@ -38,6 +38,7 @@ LABELS = {
     "contratile_cached": "contratile, tiles cached",
     "contratile_bf16": "contratile, bf16 features",
     "contratile_ids": "contratile, ids",
+    "contratile_positives": "contratile, ids as positives",
     "contratile_margin": "contratile, margin",
     "contratile_nodes": "contratile, ring over nodes",
     "inf_cl": "Inf-CL",
