@@ -21,8 +21,8 @@ from tests.losses.fuzz_cases import Case
 from tests.losses.test_family_ring import SIZES, compare, integers, part, scalar
 from tests.ranks import pool
 
-ALL = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
-BOTH = ("query_to_doc", "doc_to_query")
+ALL: Any = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+BOTH: Any = ("query_to_doc", "doc_to_query")
 N, D, E, H = 33, 8, 11, 2
 
 
@@ -69,14 +69,19 @@ def test_directions_with_every_other_option(seeds: range) -> None:
     for seed in seeds:
         leaves, options = drawn(seed)
 
-        def loss(function: Callable[..., Tensor], x: list[str] = [*leaves], **more: Any) -> Callable[..., Tensor]:  # noqa: B006
-            return lambda *given: function(**dict(zip(x, given, strict=True)), **more)
+        def loss(
+            function: Callable[..., Tensor], x: tuple[str, ...] = (*leaves,), **more: Any
+        ) -> Callable[..., Tensor]:
+            def call(*given: Tensor) -> Tensor:
+                return function(**dict(zip(x, given, strict=True)), **more)
+
+            return call
 
         exact = run(loss(reference.info_nce, **options), *leaves.values())
         for how in ({"tile": 8}, {"cache_bytes": 1 << 16, "tile": 16}, {"backend": "dense"}):
             ours = run(loss(ct.info_nce, **options, **how), *leaves.values())
             for got, want in zip(ours.values + ours.grads, exact.values + exact.grads, strict=True):
-                torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-10, msg=lambda m, s=seed: f"case {s}: {m}")
+                torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-10, msg=f"case {seed}")
 
 
 @pytest.mark.parametrize("near", [False, True], ids=["random", "near convergence"])
@@ -155,7 +160,11 @@ def direction_errors(which: str, sizes: tuple[int, ...], tile: int) -> list[floa
     split += [(randn(n, H, D, seed=4, dtype=torch.float64), sizes)]
 
     def loss(function: Callable[..., Tensor], deal: Callable[[Tensor, tuple[int, ...]], Tensor], **more: Any) -> Any:
-        options = {"ids": deal(ids, sizes), "hard_ids": deal(hard_ids, sizes), "weights": deal(weights, sizes)}
+        options: dict[str, Any] = {
+            "ids": deal(ids, sizes),
+            "hard_ids": deal(hard_ids, sizes),
+            "weights": deal(weights, sizes),
+        }
         options |= {"extra_ids": deal(extra_ids, extras), "share_hard_negatives": True, **OPTIONS[which], **more}
         return lambda q, k, e, h, s: function(q, k, s, extra_keys=e, hard_negatives=h, **options)
 
@@ -175,7 +184,9 @@ def test_compiled(which: str) -> None:
     hard = features(N * H, D, seed=3).view(N, H, D)
 
     def loss(q: Tensor, k: Tensor, s: Tensor, hard: Tensor) -> Tensor:
-        return ct.info_nce(q, k, s, hard_negatives=hard, share_hard_negatives=True, tile=8, **OPTIONS[which])
+        options = OPTIONS[which] | {"hard_negatives": hard, "share_hard_negatives": True, "tile": 8}
+        value: Tensor = ct.info_nce(q, k, s, **options)
+        return value
 
     compiled = run(torch.compile(loss, fullgraph=True, backend="aot_eager"), q, k, s, hard)
     torch.testing.assert_close(compiled, run(loss, q, k, s, hard), rtol=2e-5, atol=1e-6)
@@ -188,7 +199,8 @@ def test_in_chunks() -> None:
     loss = ct.InfoNCE(5.0, **OPTIONS["hardness"], share_hard_negatives=True)
 
     def whole(q: Tensor, k: Tensor, h: Tensor) -> Tensor:
-        return loss(*(F.normalize(x) for x in (q, k)), hard_negatives=F.normalize(h).unsqueeze(1))
+        value: Tensor = loss(*(F.normalize(x) for x in (q, k)), hard_negatives=F.normalize(h).unsqueeze(1))
+        return value
 
     want = torch.autograd.grad(whole(encoder(left), encoder(right), encoder(hard)), list(encoder.parameters()))
     cache = ct.GradCache([encoder] * 3, whole, chunk_size=10)
