@@ -127,7 +127,7 @@ def test_further_sections_are_what_the_losses_compute() -> None:
     exec(one_product.replace("(64, 128, 256, 512, 768)", "(2, 4)"), given)
     torch.testing.assert_close(given["loss"], looped)
 
-    other = [F.normalize(torch.randn(24, 6), dim=1) for _ in range(4)]
+    other: list[Any] = [F.normalize(torch.randn(24, 6), dim=1) for _ in range(4)]
     given |= {"teacher_query": other[0], "teacher_key": other[1], "teacher_scale": 30.0, "teacher_temperature": 2.0}
     given |= {"teacher_weight": 0.5, "guide_query": other[2], "guide_key": other[3], "guide_margin": 0.1}
     exec(taught, given)
