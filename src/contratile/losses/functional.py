@@ -322,6 +322,7 @@ def clip_loss(
         >>> image, text = (torch.nn.functional.normalize(torch.randn(1000, 64), dim=1) for _ in range(2))
         >>> loss = ct.clip_loss(image.requires_grad_(), text, 100.0)
         >>> loss.backward()
+        >>> of_prefixes = ct.clip_loss(image, text, 100.0, matryoshka_dims=(16, 32, 64))
     """
     options = PairOptions(
         *(ids, same_id, extra_keys, extra_ids, hard_negatives, hard_mask),

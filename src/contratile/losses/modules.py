@@ -82,7 +82,8 @@ class ClipLoss(_Loss):
     Args:
         keywords: Options of `clip_loss` that stay the same: group, reduction, backend, tile, cache_bytes, precision,
             ring, same_id, margin, label_smoothing, teacher_weight, teacher_temperature, guide_margin,
-            guide_margin_strategy, return_stats, return_terms.
+            guide_margin_strategy, matryoshka_dims, matryoshka_weights, matryoshka_normalize,
+            return_stats, return_terms.
 
     Call: `loss(image_features, text_features, logit_scale=1.0, output_dict=False, **negatives)`, where `negatives` are
     tensors of the batch: ids, extra_keys, extra_ids, hard_negatives, hard_mask, weights, biases, and what a teacher or
@@ -119,7 +120,8 @@ class InfoNCE(_Loss):
         keywords: Options of `info_nce` that stay the same: group, reduction, backend, tile, cache_bytes, precision,
             ring, same_id, in_batch_negatives, share_hard_negatives, directions, partition_mode, hardness_mode,
             hardness_strength, margin, label_smoothing, teacher_weight, teacher_temperature, guide_margin,
-            guide_margin_strategy, return_stats, return_terms.
+            guide_margin_strategy, matryoshka_dims, matryoshka_weights, matryoshka_normalize,
+            return_stats, return_terms.
 
     Call: `loss(query, key, scale=None, labels=None, output_dict=False, **negatives)`, where `negatives` are tensors of
     the batch: ids, extra_keys, extra_ids, hard_negatives, hard_mask, hard_ids, key_bias, extra_bias, hard_bias,
@@ -217,7 +219,7 @@ class SigLipLoss(_Loss):
 
     Args:
         keywords: Options of `siglip_loss`: group, reduction, backend, tile, cache_bytes, precision, ring, same_id,
-            return_stats.
+            matryoshka_dims, matryoshka_weights, matryoshka_normalize, return_stats.
 
     Call: `loss(image_features, text_features, logit_scale, logit_bias, output_dict=False, ids=None)`.
 
