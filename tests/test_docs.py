@@ -78,7 +78,7 @@ def test_snippets_of_the_gradient_cache_run(tmp_path: Path) -> None:
 
 def test_dense_code_is_what_the_losses_compute() -> None:
     """docs/losses.md: each function there, and the options spelled out, against ours."""
-    module, dense, options, positives, directions, queue, nested, one_product, warning = snippets("losses.md")
+    module, dense, options, positives, directions, queue, nested, one_product, *models, warning = snippets("losses.md")
     given = names()
     exec(module, given)
     naive: dict[str, Any] = {"torch": torch, "F": F}
@@ -110,6 +110,7 @@ def test_dense_code_is_what_the_losses_compute() -> None:
     wanted = dims["loss"]
     exec(one_product.replace("(64, 128, 256, 512, 768)", "(2, 4)"), dims)
     torch.testing.assert_close(dims["loss"], wanted)
+    other_models(models, given)
     given["strength"] = 9.0
     exec(directions, given)
     harder: dict[str, Any] = {"hardness_mode": "in_batch_negatives", "hardness_strength": 9.0}
@@ -118,6 +119,21 @@ def test_dense_code_is_what_the_losses_compute() -> None:
     torch.testing.assert_close(got, given["loss"])
     exec(queue, given)
     exec(warning, given)
+
+
+def other_models(codes: list[str], given: dict[str, Any]) -> None:
+    """The sections of a teacher and a guide."""
+    distill, terms, guided = codes
+    query, key, scale = given["query"], given["key"], given["scale"]
+    seen = torch.randn(len(query), 6), torch.randn(len(key), 6)
+    how: dict[str, Any] = {"teacher_temperature": 2.0, "teacher_weight": 0.5}
+    here = {**given, **how, "F": F, "ct": ct, "teacher_query": seen[0], "teacher_key": seen[1], "teacher_scale": 3.0}
+    exec(distill, here)
+    torch.testing.assert_close(ct.info_nce(query, key, scale, teacher=(*seen, 3.0), **how), here["loss"])
+    exec(terms, here | {"teacher_image": seen[0], "teacher_text": seen[1]})
+    here |= {"guide_query": seen[0], "guide_key": seen[1], "guide_margin": 0.3}
+    exec(guided, here)
+    torch.testing.assert_close(ct.info_nce(query, key, scale, guide=seen, guide_margin=0.3), here["loss"])
 
 
 def test_front_page_change() -> None:
