@@ -76,9 +76,12 @@ def test_snippets_of_the_gradient_cache_run(tmp_path: Path) -> None:
     exec(loop, given)
 
 
+LOSSES = snippets("losses.md")
+
+
 def test_dense_code_is_what_the_losses_compute() -> None:
     """docs/losses.md: each function there, and the options spelled out, against ours."""
-    module, dense, options, positives, directions, queue, nested, one_product, warning = snippets("losses.md")
+    module, dense, options, positives = LOSSES[:4]
     given = names()
     exec(module, given)
     naive: dict[str, Any] = {"torch": torch, "F": F}
@@ -105,18 +108,37 @@ def test_dense_code_is_what_the_losses_compute() -> None:
     several = {name: given[name] for name in ("ids", "extra_keys", "extra_ids")} | {"same_id": "positive"}
     exec(positives, given)
     torch.testing.assert_close(ct.info_nce(given["query"], given["key"], scale, **several), given["loss"])
-    dims = {"ct": ct, "F": F, "matryoshka_dims": (2, 4), "matryoshka_weights": (1, 1), **given}
-    exec(nested, dims)
-    wanted = dims["loss"]
-    exec(one_product.replace("(64, 128, 256, 512, 768)", "(2, 4)"), dims)
-    torch.testing.assert_close(dims["loss"], wanted)
-    given["strength"] = 9.0
+
+
+def test_further_sections_are_what_the_losses_compute() -> None:
+    """docs/losses.md: directions, Matryoshka dimensions, a teacher and a guide against ours."""
+    directions, queue, nested, one_product, taught, asked, guided, warning = LOSSES[4:]
+    given = names()
+    given |= {"key": given["text"], "labels": torch.arange(24), "strength": 9.0}
+    pair, scale = (given["query"], given["key"]), given["scale"]
     exec(directions, given)
     harder: dict[str, Any] = {"hardness_mode": "in_batch_negatives", "hardness_strength": 9.0}
     four: Any = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
-    got = ct.info_nce(given["query"], given["key"], scale, directions=four, **harder)
-    torch.testing.assert_close(got, given["loss"])
+    torch.testing.assert_close(ct.info_nce(*pair, scale, directions=four, **harder), given["loss"])
     exec(queue, given)
+    given |= {"matryoshka_dims": (2, 4), "matryoshka_weights": (1, 1)}
+    exec(nested, given)
+    looped = given["loss"]
+    exec(one_product.replace("(64, 128, 256, 512, 768)", "(2, 4)"), given)
+    torch.testing.assert_close(given["loss"], looped)
+
+    other: list[Any] = [F.normalize(torch.randn(24, 6), dim=1) for _ in range(4)]
+    given |= {"teacher_query": other[0], "teacher_key": other[1], "teacher_scale": 30.0, "teacher_temperature": 2.0}
+    given |= {"teacher_weight": 0.5, "guide_query": other[2], "guide_key": other[3], "guide_margin": 0.1}
+    exec(taught, given)
+    found = ct.info_nce(*pair, scale, teacher=(*other[:2], 30.0), teacher_weight=0.5, teacher_temperature=2.0)
+    torch.testing.assert_close(found, given["loss"])
+    given |= {"teacher_image": other[0], "teacher_text": other[1]}
+    exec(asked, given)
+    torch.testing.assert_close(sum(given["terms"]), given["loss"])
+    exec(guided, given)
+    found = ct.info_nce(*pair, scale, guide=(other[2], other[3]), guide_margin=0.1)
+    torch.testing.assert_close(found, given["loss"])
     exec(warning, given)
 
 

@@ -13,6 +13,7 @@ from contratile.grad_cache import ByLength as ByLength
 from contratile.grad_cache import GradCache as GradCache
 from contratile.grad_cache import Rows as Rows
 from contratile.losses.batch_stats import BatchStats as BatchStats
+from contratile.losses.beside import LossTerms as LossTerms
 from contratile.losses.functional import clip_loss as clip_loss
 from contratile.losses.functional import info_nce as info_nce
 from contratile.losses.functional import nt_xent as nt_xent

@@ -16,6 +16,9 @@ Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 Ids = Tensor | tuple[Tensor, Tensor]
 SameId = Literal["exclude", "positive"]
+GuideMargin = Literal["absolute", "relative"]
+Teacher = tuple[Tensor, Tensor, Tensor | float]
+Guide = tuple[Tensor, Tensor]
 INF = float("inf")
 
 
@@ -43,6 +46,11 @@ def pair_stats(
     same_id: SameId = "exclude",
     without_labelled: bool = False,
     hardness: float = 0.0,
+    teacher: Teacher | None = None,
+    guide: Guide | None = None,
+    guide_level: Tensor | None = None,
+    guide_margin: float = 0.0,
+    guide_relative: bool = False,
 ) -> dict[str, Tensor]:
     """Statistics of the scores S = scale * Q K^T + bias + key_bias over the pairs that count, natural logarithm.
 
@@ -52,12 +60,15 @@ def pair_stats(
     row_higher, col_higher      number of scores above the positive's, with `ranks`
     row_equal, col_equal        number of scores equal to the positive's, itself included, with `ties`
     level [N]                   the positives' products <q, k>, with `ranks` or `margin`
+    row_cross, col_cross        mean of scores minus pos (a constant) under the softmax of the teacher's scores
+    guide_level [N]             the guide's products of the positives
 
     Pairs of equal id do not count unless labelled; with `same_id="positive"` they are positives too, which ranks do not
     count. `without_labelled` leaves the labelled pairs out of the sums. With `margin`, products above the positive's
     product minus `margin` are dropped, for rows and columns separately. Products are compared before the scale (negated
     if the scale is negative), so that exact ties stay ties. Rows read `hardness` times the product, as a constant, on
-    top of all scores but the labelled ones.
+    top of all scores but the labelled ones. With a `guide`, pairs are dropped in the same way by its products: those
+    above the positive's minus `guide_margin` (times its absolute value if `guide_relative`).
     """
     key = query if key is None else key
     products = query @ key.T
@@ -80,6 +91,11 @@ def pair_stats(
         left_out = same
     if exclude_self:
         left_out = left_out | torch.eye(*every.shape, dtype=torch.bool, device=query.device)
+    similar_to_guide = None
+    if guide is not None:
+        similar_to_guide = guide[0] @ guide[1].T
+        if labels is not None:
+            out["guide_level"] = guide_level = similar_to_guide.gather(1, labels.unsqueeze(1)).squeeze(1)
     scores, order = every.masked_fill(left_out, -INF), order.masked_fill(left_out | same, -INF)
     turned = is_pos | same if same_id == "positive" else is_pos
     for side, dim, wanted in (("row", 1, rows), ("col", 0, cols)):
@@ -93,6 +109,16 @@ def pair_stats(
             counted = scores.masked_fill((order > bar - margin) & ~is_pos, -INF)
         if hardness and side == "row":
             counted = counted + (hardness * products.detach()).masked_fill(is_pos, 0)
+        if similar_to_guide is not None and guide_level is not None:
+            at = guide_level.unsqueeze(1) if side == "row" else _column_levels(guide_level, labels, len(key))
+            limit = guide_limit(at, guide_margin, relative=guide_relative)
+            counted = counted.masked_fill((similar_to_guide > limit) & ~is_pos, -INF)
+        if teacher is not None:
+            assert labels is not None
+            weights = (teacher[2] * (teacher[0] @ teacher[1].T)).masked_fill(left_out, -INF).softmax(dim)
+            centre = out["pos"] if side == "row" else out["pos"].new_zeros(len(key)).scatter(0, labels, out["pos"])
+            centred = every - centre.detach().unsqueeze(dim)
+            out[f"{side}_cross"] = (weights * centred.masked_fill(left_out, 0)).sum(dim)
         out[side] = (
             counted.logsumexp(dim) if reduce == "lse" else F.softplus(torch.where(turned, -counted, counted)).sum(dim)
         )
@@ -109,6 +135,11 @@ def pair_stats(
             if ties:
                 out[f"{side}_equal"] = (order == bar).sum(dim).to(every.dtype)
     return out
+
+
+def guide_limit(level: Tensor, margin: float, *, relative: bool) -> Tensor:
+    """The highest product of a guide that counts, from that of the positive."""
+    return torch.where(level.isinf(), level, level - (level.abs() * margin if relative else margin))
 
 
 def _column_levels(level: Tensor, labels: Tensor | None, keys: int) -> Tensor:
@@ -149,11 +180,20 @@ def cross_entropies(
     further: Tensor | None = None,
     margin: float | None = None,
     label_smoothing: float = 0.0,
+    teacher: Teacher | None = None,
+    teacher_weight: float = 1.0,
+    teacher_temperature: float = 1.0,
+    guide: Guide | None = None,
+    extra_guide: Tensor | None = None,
+    hard_guide: Tensor | None = None,
+    guide_margin: float = 0.0,
+    guide_margin_strategy: GuideMargin = "absolute",
 ) -> Tensor:
     """The cross-entropy of each query against keys, extra keys and its hard negatives, which may be those of all.
 
     Keys of a query's id do not count, or are positives too: then the target is the mean of the positives' scores.
-    `further` scores [N, any number] are in the same softmax.
+    `further` scores [N, any number] are in the same softmax. A `teacher` adds the cross-entropy between the softmax of
+    its scores and that of these. Keys that a `guide` finds more similar than the positive do not count.
     """
     blocks = [query @ key.T]
     biases = [torch.zeros_like(blocks[0]) if key_bias is None else key_bias.expand_as(blocks[0])]
@@ -191,6 +231,15 @@ def cross_entropies(
     if margin is not None:
         level = similar.gather(1, labels.unsqueeze(1))
         count = count & ((similar <= level - margin) | is_label)
+    if guide is not None:
+        seen = [guide[0] @ guide[1].T]
+        if extra_guide is not None:
+            seen.append(guide[0] @ extra_guide.T)
+        if hard_guide is not None:
+            seen.append(torch.einsum("nd,mhd->nmh", guide[0], hard_guide).flatten(1))
+        level = seen[0].gather(1, labels.unsqueeze(1))
+        limit = guide_limit(level, guide_margin, relative=guide_margin_strategy == "relative")
+        count = count & ((torch.cat(seen, 1) <= limit) | is_label)
     scores = scale * similar + torch.cat(biases, 1)
     if hardness_mode is not None:
         hard = {"in_batch_negatives": ~is_own, "hard_negatives": is_own, "all_negatives": ~torch.zeros_like(is_own)}
@@ -199,7 +248,11 @@ def cross_entropies(
     lse = (every if further is None else torch.cat([every, further], 1)).logsumexp(1)
     mean = (scores * count).sum(1) / count.sum(1)
     pos = (scores * is_pos).sum(1) / is_pos.sum(1)
-    return lse - (1 - label_smoothing) * pos - label_smoothing * mean
+    losses = lse - (1 - label_smoothing) * pos - label_smoothing * mean
+    if teacher is None:
+        return losses
+    target = (teacher[2] / teacher_temperature * teacher[0] @ teacher[1].T).masked_fill(~count, -INF).softmax(1)
+    return losses - teacher_weight * (target * (scores - lse.unsqueeze(1)).masked_fill(~count, 0)).sum(1)
 
 
 def prefix(x: Tensor, dim: int, normalize: bool) -> Tensor:
@@ -244,18 +297,39 @@ def clip_loss(
     margin: float | None = None,
     label_smoothing: float = 0.0,
     weights: Tensor | None = None,
+    teacher: Teacher | None = None,
+    teacher_weight: float = 1.0,
+    teacher_temperature: float = 1.0,
+    guide: Guide | None = None,
+    guide_margin: float = 0.0,
+    guide_margin_strategy: GuideMargin = "absolute",
     reduction: Reduction = "mean",
     **negatives: Tensor | None,
 ) -> Tensor:
     """Half the cross-entropy of each image against all texts plus half that of each text against all images.
 
-    `negatives` belong to the images: extra_keys, extra_ids, hard_negatives, hard_mask, and the biases of texts.
+    `negatives` belong to the images: extra_keys, extra_ids, hard_negatives, hard_mask, their guide features, and the
+    biases of texts.
     """
     labels = torch.arange(len(image), device=image.device)
     of_images, of_texts = ids if isinstance(ids, tuple) else (ids, ids)
-    options = {"same_id": same_id, "margin": margin, "label_smoothing": label_smoothing}
-    rows = cross_entropies(image, text, scale, labels, query_ids=of_images, key_ids=of_texts, **options, **negatives)  # type: ignore[arg-type]  # one name for several types
-    cols = cross_entropies(text, image, scale, labels, query_ids=of_texts, key_ids=of_images, **options)  # type: ignore[arg-type]
+    options: dict[str, Any] = {
+        "same_id": same_id,
+        "margin": margin,
+        "label_smoothing": label_smoothing,
+        "teacher_weight": teacher_weight,
+        "teacher_temperature": teacher_temperature,
+        "guide_margin": guide_margin,
+        "guide_margin_strategy": guide_margin_strategy,
+    }
+    of_rows: dict[str, Any] = {**negatives, "query_ids": of_images, "key_ids": of_texts}
+    rows = cross_entropies(image, text, scale, labels, **of_rows, **options, teacher=teacher, guide=guide)
+    if teacher is not None:
+        teacher = teacher[1], teacher[0], teacher[2]
+    if guide is not None:
+        guide = guide[1], guide[0]
+    of_cols: dict[str, Any] = {"query_ids": of_texts, "key_ids": of_images}
+    cols = cross_entropies(text, image, scale, labels, **of_cols, **options, teacher=teacher, guide=guide)
     return reduce_rows((rows + cols) / 2, reduction, weights)
 
 
@@ -278,7 +352,7 @@ def info_nce(
     label_smoothing: float = 0.0,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    **negatives: Tensor | None,
+    **negatives: Any,
 ) -> Tensor:
     """Cross-entropy of each query against all keys; `labels` (default: 0, 1, 2, ...) index the positives.
 

@@ -286,7 +286,7 @@ def test_limit_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
         Keeper("auto", None)._limit(torch.device("mps"))
 
 
-def test_a_chunk_that_is_much_longer_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_that_is_much_longer_or_larger_is_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[int] = []
 
     def cost(self: GraphTrial, rows: int) -> float:
@@ -299,21 +299,22 @@ def test_a_chunk_that_is_much_longer_is_measured_again(monkeypatch: pytest.Monke
     side = EncoderSide(0, encoder, None, encoder, [], 4)
 
     class Planned:
-        def __init__(self, length: int) -> None:
-            self.side, self.piece = side, Piece(torch.arange(4), length)
+        def __init__(self, length: int, rows: int = 4) -> None:
+            self.side, self.piece = side, Piece(torch.arange(rows), length)
 
         def chunk(self) -> Tensor:
             return PAIR[0][:4]
 
     keeper: Any = Keeper("auto", 10_000)
-    assert keeper.cost(Planned(10)) == (10.0, 200.0, 10)
+    assert keeper.cost(Planned(10)) == (10.0, 200.0, 10, 40)
     keeper.cost(Planned(12))
     keeper.cost(Planned(5))
     assert measured == [4, 4], "the first of two calls allocates what is allocated once"
     keeper.cost(Planned(13))
     assert len(measured) == 4
+    assert keeper.cost(Planned(9, 8)) == (pytest.approx(800 / 72), 400.0, 13, 72), "has more tokens"
     shelf = MeasuredShelf(1000.0, known=None, keeper=keeper)
-    assert [shelf.weight(Planned(n)) for n in (13, 5)] == [pytest.approx(400), pytest.approx(400 * 5 / 13)]  # type: ignore[arg-type]
+    assert [shelf.weight(Planned(n)) for n in (13, 5)] == [pytest.approx(52 * 100 / 9), pytest.approx(20 * 100 / 9)]  # type: ignore[arg-type]
 
 
 class Small(Tower):

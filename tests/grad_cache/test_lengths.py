@@ -95,7 +95,7 @@ def test_one_encoder_sorts_across_columns() -> None:
     shapes = seen_shapes(encoder)
     cache.step(padded(N, 1), wider(padded(N, 3), 4))
     both = cache.padding.encoded
-    assert [rows for rows, _ in shapes[:3]] == [16, 16, 14] and shapes[3:] == shapes[2::-1]
+    assert [rows for rows, _ in shapes[:3]] == [14, 16, 16] and shapes[3:] == shapes[2::-1]
     apart = ct.GradCache([exact_tower(1), exact_tower(2)], clip, 16)
     apart.step(padded(N, 1), wider(padded(N, 3), 4))
     assert both < apart.padding.encoded
@@ -366,6 +366,7 @@ def test_compiled_encoders_see_few_lengths() -> None:
         shapes = seen_shapes(encoder)
         ct.GradCache(encoder, lambda z: ct.sup_con(z, torch.arange(100) % 4), 10, lengths=rule).step(batch)  # type: ignore[arg-type]
         assert {width for rows, width in shapes if rows == 10} == want
+        assert {rows for rows, _ in shapes} == {10, 8}, "8 are compared; other sizes would be compiled too"
 
 
 def test_a_budget_of_tokens_without_lengths() -> None:
@@ -396,6 +397,41 @@ def test_errors(text: str, options: dict[str, Any]) -> None:
         ByLength(buckets=(8, 8))
     with pytest.raises(ValueError, match="window: expected at least 1, got 0"):
         ByLength(window=0)
+    with pytest.raises(TypeError, match=r"buckets: expected 'auto' or a tuple of lengths, got 64"):
+        ByLength(buckets=64)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"cut: expected a tuple of names, got str. Write cut=.'input_ids',."):
+        ByLength(cut="input_ids")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="overhead: expected at least 0, got -1"):
+        ByLength(overhead=-1)
+
+
+def test_masks_that_are_none() -> None:
+    """A mask that was named must be there, and say what a mask or lengths can say."""
+    batch = padded(N, 1)
+    sizes = batch["attention_mask"].sum(1)
+    wrong: list[tuple[str, dict[str, Tensor]]] = [
+        ("expected one with 'size', got input_ids, attention_mask", {}),
+        ("input 'size': expected a mask .* or integer lengths .*, got .23. of torch.float64", {"size": sizes.double()}),
+        ("lengths: expected numbers of at least 0, got -6", {"size": -sizes}),
+    ]
+    for text, more in wrong:
+        with pytest.raises(ValueError, match=text):
+            ct.GradCache(Tower(1), clip, 5, lengths=ByLength(mask="size")).step(batch | more, batch | more)
+    empty = {name: x[:, :0] for name, x in batch.items()}
+    with pytest.raises(ValueError, match="expected tensors with at least one column, got 0"):
+        ct.GradCache(Tower(1), clip, 5).step(empty, empty)
+
+
+def test_rows_whose_features_are_not_finite_tell_nothing() -> None:
+    """Rows without tokens are NaN with and without padding: no reason to keep the padding of the other rows."""
+    batch = padded(N, 1)
+    batch["attention_mask"][:3] = 0
+    cache = ct.GradCache(Tower(1, dropout=0.0), clip, 5)
+    assert not cache.step(batch, batch).isfinite() and cache.padding.encoded < cache.padding.given
+    batch["attention_mask"][:] = 0
+    cache = ct.GradCache(Tower(1, dropout=0.0), clip, 5)
+    cache.step(batch, batch)
+    assert not cache.feed.sorting.agreed, "there was nothing to compare"
 
 
 def test_the_progress_bar_shows_what_was_saved(capsys: pytest.CaptureFixture[str]) -> None:

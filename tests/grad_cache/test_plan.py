@@ -54,6 +54,36 @@ def test_buckets() -> None:
     assert [(piece.rows.tolist(), piece.length) for piece in plan] == [([4], 40), ([3, 2], 16), ([1, 0], 8)]
 
 
+def cheapest(lengths: list[int], overhead: int, size: int, tokens: int) -> int:
+    """The least that chunks of these rows, longest first, can cost: tried one by one."""
+    if not lengths:
+        return 0
+    most = min(size, max(1, tokens // lengths[0]))
+    return min(
+        rows * lengths[0] + overhead + cheapest(lengths[rows:], overhead, size, tokens)
+        for rows in range(1, min(most, len(lengths)) + 1)
+    )
+
+
+@pytest.mark.parametrize("overhead", [0, 3, 20, 1000])
+@pytest.mark.parametrize(("size", "tokens"), [(3, 1000), (100, 24), (4, 24), (100, 1000)])
+def test_chunks_that_cost_least(overhead: int, size: int, tokens: int) -> None:
+    """Padding and further chunks are weighed against each other; both limits hold."""
+    for seed in range(5):
+        lengths = torch.randint(1, 10, (12,), generator=torch.Generator().manual_seed(seed))
+        plan = by_length(lengths, size=size, tokens=tokens, overhead=overhead)
+        assert sorted(itertools.chain(*rows_of(plan))) == list(range(12))
+        assert all(len(x.rows) <= size and (x.cost <= tokens or len(x.rows) == 1) for x in plan)
+        least = cheapest(sorted(lengths.tolist(), reverse=True), overhead, size, tokens)
+        assert sum(piece.cost + overhead for piece in plan) == least
+    assert len(plan) == len(by_length(lengths, size=size, tokens=tokens)) or overhead < 1000
+
+
+def test_equal_lengths_fill_their_chunks() -> None:
+    plan = by_length(torch.full((10,), 6), size=4, overhead=0)
+    assert [piece.span for piece in plan] == [slice(0, 4), slice(4, 8), slice(8, 10)]
+
+
 def test_what_was_saved() -> None:
     padding = Padding(100, 110, 320).plus(Padding(100, 100, 280))
     assert padding == (200, 210, 600)

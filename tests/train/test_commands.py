@@ -269,6 +269,9 @@ def test_pictures_are_queries_too(run: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.count("among text") == 2
     assert main(["search", str(run), str(picture)]) == 2
     assert "--among left to find similar pictures" in capsys.readouterr().err
+    assert main(["search", str(run), "--among", "left", "no-such.png"]) == 2
+    assert "query: expected the path of a picture, got nothing at no-such.png" in capsys.readouterr().err
+    assert main(["search", str(run), "no-such.png", "--k", "1"]) == 0, "a text"
 
 
 def test_mistakes(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,9 +18,12 @@ from torch.nn import functional as F
 
 import contratile as ct
 from contratile.cli import main
+from contratile.cli.train import parse
+from contratile.recipes import find_recipe, recipe_names
 from contratile.train import Trainer, export_run
 from contratile.train.config import TrainConfig
-from contratile.train.model_card import command, public_name
+from contratile.train.config_file import load_config, to_dict
+from contratile.train.model_card import LEFT_OUT, command, public_name
 from tests.torchvision_repair import repair_torchvision
 from tests.train.runs import (
     SHAPE,
@@ -210,6 +214,8 @@ def test_sentence_transformers(head: str, dim: int, models: dict[str, str], tmp_
     assert torch.equal(model.encode_query(TEXTS), ours)
     torch.testing.assert_close(theirs.similarity(ours, ours), model.similarity(ours, ours))
     assert not list((tmp_path / "out").rglob("*.bin"))
+    for file in (tmp_path / "out").rglob("*.json"):
+        assert "contratile" not in file.read_text(encoding="utf-8"), f"{file.name} needs Contratile"
 
 
 @pytest.mark.parametrize(
@@ -342,3 +348,15 @@ def test_the_command_has_what_was_chosen(tmp_path: Path) -> None:
     assert words[:2] == ["contratile", "train"] and "--same-id" in words and "--init-scale" in words
     assert "--data 'my pairs.csv'" in told and "--out" not in words and str(tmp_path) not in told
     assert command(TrainConfig()) == "contratile train"
+
+
+def test_the_command_gives_the_same_options() -> None:
+    """Of every recipe: what the card tells to run is the run, but for options that say nothing about the model."""
+    for name in recipe_names():
+        config = load_config(find_recipe(name))
+        words = shlex.split(command(config).replace("\\\n", ""))
+        want, found = (to_dict(each) for each in (config, parse(words[2:])))
+        for options in (*want.values(), *found.values()):
+            for option in LEFT_OUT:
+                options.pop(option, None)
+        assert found == want, name

@@ -114,6 +114,7 @@ class CacheSeries(LocalSeries[CacheProblem]):
             "tokens": TOKENS if config.lengths == "equal" else 0,
             "lengths": config.lengths,
             "padding": step.padding if step else None,
+            "cpu_seconds": step.cpu_seconds if step and best else None,
             "kept": step.kept if step else None,
             "loss_percent": 100 * loss_seconds / best if best and loss_seconds < float("inf") else None,
         }

@@ -19,6 +19,7 @@ from contratile.bench.plan_points import POINTS, QUICK, Point, definition
 from contratile.bench.plan_server import PointServer
 from contratile.bench.runner import Benchmark, Series
 from contratile.errors import check_count
+from contratile.planner.cpu_rates import CpuClock, CpuRates, mapped_from
 from contratile.planner.devices import Devices, parse_devices
 from contratile.planner.encoder_cost import encoder_cost
 from contratile.planner.memory import device_memory
@@ -51,7 +52,7 @@ class PlanBenchConfig(TimedConfig):
     take; "default" leaves malloc as it is, which keeps part of what was freed."""
 
     timed: bool = False
-    """Also measure seconds, which needs an idle machine."""
+    """Also measure seconds: with one thread processor time, otherwise wall time, which needs an idle machine."""
 
     every: int = 1
     """Run every so many-th point of the list, from the first one on."""
@@ -94,8 +95,8 @@ class PlanSeries(Series):
         asked = asdict(point) | {"timed": config.timed}
         found = [self.server.ask(asked, config.patience) for _ in range(config.rounds)]
         good = [one for one in found if "peak" in one]
-        work = workload(point)
         devices = self._devices(point)
+        work = workload(point)
         columns: dict[str, Any] = {
             **asdict(point),
             "contestant": point.model,
@@ -112,7 +113,7 @@ class PlanSeries(Series):
         if good and config.timed:
             columns["seconds_best"] = min(one["seconds"] for one in good)
             columns["seconds_median"] = sorted(one["seconds"] for one in good)[len(good) // 2]
-            columns["predicted_seconds"] = seconds_at(work, devices, good[0])
+            columns["predicted_seconds"] = seconds_at(point, devices, CpuRates(**good[0]["rates"]))
         if config.calibrate:
             known = self._calibration(point)
             if known is not None:
@@ -135,11 +136,11 @@ class PlanSeries(Series):
         return replace(found, keeps_freed=self.config.allocator == "default")
 
 
-def workload(point: Point) -> Workload:
-    """A point by definition."""
+def workload(point: Point, clock: CpuClock | None = None) -> Workload:
+    """A point by definition; its seconds too, if there is a clock."""
     sides = definition(point)
     every = sides[:1] if sides[0].module is sides[1].module else sides
-    costs = [encoder_cost(side.module, side.inputs, rows=(point.chunk, point.chunk)) for side in every]
+    costs = [encoder_cost(side.module, side.inputs, rows=(point.chunk, point.chunk), clock=clock) for side in every]
     place: Offload = point.offload  # type: ignore[assignment]  # one of its values
     return Workload(
         batch=point.batch,
@@ -147,14 +148,15 @@ def workload(point: Point) -> Workload:
         ranks=point.world,
         offload=place,
         sides=(costs[0], costs[-1]),
-        optimizer=count_optimizer([side.module for side in sides], by_name("adamw"), "adamw"),
+        optimizer=count_optimizer([side.module for side in sides], by_name("adamw"), "adamw", clock),
     )
 
 
-def seconds_at(work: Workload, devices: Devices, rates: dict[str, Any]) -> float:
+def seconds_at(point: Point, devices: Devices, rates: CpuRates) -> float:
     """Seconds of a step at the rates of the process that ran it."""
-    flops = dict.fromkeys(devices.flops, rates["flops"])
-    return step_seconds(work, replace(devices, flops=flops, bandwidth=rates["bandwidth"])).seconds
+    here = replace(devices, cpu=rates, flops=rates.flops, bandwidth=rates.bandwidth)
+    clock = CpuClock(rates, rates.flops["fp32"], mapped_from=mapped_from(devices.keeps_freed))
+    return step_seconds(workload(point, clock), here).seconds
 
 
 BENCH = Benchmark(

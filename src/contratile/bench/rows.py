@@ -135,6 +135,9 @@ class CacheRow(Row):
     kept: int | None = None
     """Chunks whose graphs were kept."""
 
+    cpu_seconds: float | None = None
+    """CPU time of the cheapest step, over all threads; neighbours on a shared machine disturb it less than the time."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataRow(Row):

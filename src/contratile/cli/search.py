@@ -136,6 +136,9 @@ def _features(towers: "Towers", query: str, among: "Side", *, chosen: bool) -> "
                 )
                 bad_value("query", expected="a text", got=f"a picture, {query}", remedy=remedy)
             tower = towers.left
+        elif chosen:  # pictures are asked for: as a text, a mistyped path would find something all the same
+            remedy = "Check the path. To search for these words, drop --among."
+            bad_value("query", expected="the path of a picture", got=f"nothing at {query}", remedy=remedy)
     asked: Any = query if tower.kind == "text" else _picture(query, views=towers.left is towers.right)
     return encode_queries(tower, [asked])
 

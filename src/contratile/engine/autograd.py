@@ -121,7 +121,11 @@ def _with_zeros(grads: PairStats, results: PairStats) -> PairStats:
         return torch.zeros_like(result) if grad is None and result is not None else grad
 
     row, col = (
-        grad._replace(total=filled(grad.total, side.total), sums=filled(grad.sums, side.sums))
+        grad._replace(
+            total=filled(grad.total, side.total),
+            sums=filled(grad.sums, side.sums),
+            cross=filled(grad.cross, side.cross),
+        )
         for grad, side in ((grads.row, results.row), (grads.col, results.col))
     )
     return grads._replace(row=row, col=col, pos=filled(grads.pos, results.pos))

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from contratile.engine import reserve, tuned
 from contratile.engine.backends import registry, torch_tiles
-from contratile.engine.backends.block import Given, Gradients, Scores, SideGrad
+from contratile.engine.backends.block import Beside, Given, Gradients, Scores, SideGrad, Taughts
 from contratile.engine.backends.precision import library_products, resolve
+from contratile.engine.beside import centres, teacher_grad
 from contratile.engine.plan import TilePlan, plan_tiles
 from contratile.engine.prefixes import Prefixes, add_norm_grads_, reciprocal_norms
 from contratile.engine.rule import PairRule
 from contratile.engine.spec import InputGrads, Inputs, PairStats, SideStats, Spec, Wanted, number
-from contratile.engine.stats import SideParts, accumulation_dtype
+from contratile.engine.stats import SideParts, Taught, accumulation_dtype
 from contratile.ring.ring import Ring, RingPass
 
 
@@ -48,6 +49,14 @@ class KeyBlock(NamedTuple):
 
     factor: Tensor | None = None
     """[M, prefixes] reciprocal norms, see `Spec.normalize`."""
+    teacher: Tensor | None = None
+    centre: Tensor | None = None
+    teacher_lse: Tensor | None = None
+    teacher_grad: Tensor | None = None
+    """The teacher's features; forward only, `stats.Taught.centre`; backward only, as `lse` and `grad`."""
+
+    guide: Tensor | None = None
+    guide_level: Tensor | None = None
 
 
 class KeyGrad(NamedTuple):
@@ -63,6 +72,19 @@ class KeyGrad(NamedTuple):
                 mine.add_(theirs)
 
 
+class Own(NamedTuple):
+    """Numbers of this rank's queries that tiles compare theirs with."""
+
+    centre: Tensor | None = None
+    teacher_pos: Tensor | None = None
+    guide_level: Tensor | None = None
+    factor: Tensor | None = None
+    """[N, prefixes] reciprocal norms."""
+
+
+NOTHING = Own()
+
+
 def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     """One trip round the ring. The cache, if asked for, is empty where nothing fits into it."""
     spec = _resolved(spec, x)
@@ -73,9 +95,23 @@ def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     items = cached_items(ring, x, spec)
     cache = reserve.take(sum(items), alpha) if spec.cache_bytes else None
     caches = _pieces(cache, items)
-    mine = KeyBlock(x.keys, x.key_ids, x.key_classes, bias=_key_bias(x, spec, alpha), factor=factors.key)
+    mine = _block(x, spec, alpha)._replace(classes=x.key_classes, factor=factors.key)
     level = x.query_level
     tiles = registry.choose(x, spec)
+    centre, teacher_pos = centres(x, alpha), None if x.teacher_query is None or pos is None else torch.zeros_like(pos)
+    guide_level = x.guide_level
+    if x.guide_query is not None and pos is not None:
+        guide_level = torch.zeros_like(pos)
+        home = _scores(ring, ring.team.rank, x, mine, spec, alpha, None, level)
+        assert home.guide is not None
+        with library_products(spec.precision, x.query):
+            torch_tiles.guide_positives(home, home.guide, guide_level)
+    if spec.cols:
+        mine = mine._replace(
+            centre=None if centre is None else _by_key(centre, x, spec, otherwise=0.0),
+            guide_level=None if guide_level is None else _by_key(guide_level, x, spec, otherwise=torch.inf),
+        )
+    own = Own(centre, teacher_pos, guide_level, factors.query)
     if spec.compares and pos is not None:
         level = torch.zeros_like(pos)
         home = _scores(ring, ring.team.rank, x, mine, spec, alpha, None, level)
@@ -87,7 +123,7 @@ def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     rows: SideParts | None = None
     for block in trip:
         visitor = block.carried
-        scores = _scores(ring, block.source, x, visitor, spec, alpha, next(caches), level, factors.query)
+        scores = _scores(ring, block.source, x, visitor, spec, alpha, next(caches), level, own)
         reads = pos if block.home and not spec.compares else None
         with library_products(spec.precision, x.query):
             new_rows, cols = tiles.forward(scores, spec, reads)
@@ -100,12 +136,15 @@ def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
             rows.merge_(new_rows)
     assert rows is not None
     row_term, col_term = _terms(pos, x, spec)
+    row_taught, col_taught = _taught(x, spec, own, mine)
     return PairStats(
-        row=rows.finish(row_term) if spec.rows else SideStats(),
-        col=SideStats() if trip.home is None else trip.home.finish(col_term),
+        row=rows.finish(row_term, row_taught) if spec.rows else SideStats(),
+        col=SideStats() if trip.home is None else trip.home.finish(col_term, col_taught),
         pos=pos,
         level=level if spec.compares and pos is not None else None,
         cache=cache,
+        teacher_pos=teacher_pos,
+        guide_level=guide_level if pos is not None else None,
     )
 
 
@@ -128,31 +167,39 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
     dbias = alpha.new_zeros(()) if wanted.bias else None
     caches = _pieces(results.cache, cached_items(ring, x, spec))
     level = x.query_level if results.level is None else results.level
+    guide_level = x.guide_level if results.guide_level is None else results.guide_level
+    if guide_level is not None:
+        level = guide_level
     tiles = registry.choose(x, spec)
     row = _side_grad(results.row, grads.row, spec, level)
     # A visitor's rows are this rank's columns if the scores are symmetric.
     col = row if symmetric else _side_grad(results.col, grads.col, spec, None)
     col_sums_grad = grads.row.sums if symmetric else grads.col.sums
-    if col is None:
-        mine = KeyBlock(x.keys, x.key_ids, bias=_key_bias(x, spec, alpha))
-    else:
-        col_level = _by_key(level, x, spec, otherwise=torch.inf) if level is not None and spec.filters else None
-        mine = KeyBlock(x.keys, x.key_ids, None, col_level, _key_bias(x, spec, alpha), col.lse, col.grad)
     factors = _factors(x, spec)
-    mine = mine._replace(factor=factors.key)
+    own = Own(factor=factors.query)
     dnorm = factors.query.new_zeros(factors.query.shape) if dq is not None and factors.query is not None else None
+    mine = _block(x, spec, alpha)._replace(factor=factors.key)
+    if col is not None:
+        mine = mine._replace(level=_level_by_key(level, x, spec), lse=col.lse, grad=col.grad)
+    row_taught, col_taught = teacher_grad(results.row, grads.row), teacher_grad(results.col, grads.col)
+    if col_taught is not None:
+        mine = mine._replace(teacher_lse=col_taught.lse, teacher_grad=col_taught.grad)
     if grads.row.sums is not None or col_sums_grad is not None:
         mine = mine._replace(classes=x.key_classes, sums_grad=col_sums_grad)
     trip: RingPass[KeyBlock, KeyGrad] = RingPass(ring, mine)
     for block in trip:
         visitor = block.carried
-        scores = _scores(ring, block.source, x, visitor, spec, alpha, next(caches), level, factors.query)
+        scores = _scores(ring, block.source, x, visitor, spec, alpha, next(caches), level, own)
         mirrored = scores.k is None
         theirs = None
         if visitor.grad is not None and not mirrored:
             theirs = SideGrad(visitor.lse, visitor.grad, visitor.level)
         pos_grad = grads.pos if block.home else None
         given = Given(row, theirs, results.pos, pos_grad, grads.row.sums, visitor.sums_grad)
+        if results.teacher_pos is not None:
+            theirs = None if visitor.teacher_grad is None else SideGrad(visitor.teacher_lse, visitor.teacher_grad, None)
+            if row_taught is not None or theirs is not None:
+                given = given._replace(teacher=Taughts(row_taught, theirs, results.teacher_pos))
         dk = block.zeros(x.query, alpha.dtype) if wanted.key and not symmetric else None
         dkey_bias = block.zeros(x.key_bias, alpha.dtype) if wanted.key_bias and x.key_bias is not None else None
         dkey_norm = block.zeros(factors.key) if dk is not None and factors.key is not None else None
@@ -182,6 +229,29 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
         bias=None if dbias is None or x.bias is None else dbias.to(x.bias.dtype),
         key_bias=None if of_keys.dbias is None or x.key_bias is None else of_keys.dbias.to(x.key_bias.dtype),
     )
+
+
+def _block(x: Inputs, spec: Spec, alpha: Tensor) -> KeyBlock:
+    """What of this rank's keys travels in both passes."""
+    bias = _key_bias(x, spec, alpha)
+    return KeyBlock(x.keys, x.key_ids, bias=bias, teacher=x.teacher_key, guide=x.guide_keys)
+
+
+def _level_by_key(level: Tensor | None, x: Inputs, spec: Spec) -> Tensor | None:
+    """What keys compare their columns with in the backward pass."""
+    if level is None or not (spec.filters or x.guide_query is not None):
+        return None
+    return level if x.key is None else _by_key(level, x, spec, otherwise=torch.inf)
+
+
+def _taught(x: Inputs, spec: Spec, own: Own, mine: KeyBlock) -> tuple[Taught | None, Taught | None]:
+    """What the statistics of rows and columns need at the end."""
+    if own.centre is None or own.teacher_pos is None:
+        return None, None
+    row = Taught(own.centre, own.teacher_pos)
+    if mine.centre is None:
+        return row, None
+    return row, Taught(mine.centre, _by_key(own.teacher_pos, x, spec, otherwise=-torch.inf))
 
 
 class Factors(NamedTuple):
@@ -233,7 +303,7 @@ def _scores(
     alpha: Tensor,
     cache: Tensor | None,
     level: Tensor | None,
-    factor: Tensor | None = None,
+    own: Own = NOTHING,
 ) -> Scores:
     """The scores of this rank's queries with a visitor's keys."""
     home = source == ring.team.rank
@@ -257,9 +327,25 @@ def _scores(
         key_classes=visitor.classes,
         folded=folded,
         col_bias=visitor.bias,
-        prefixes=Prefixes.of(spec.prefixes, factor, visitor.factor),
+        prefixes=Prefixes.of(spec.prefixes, own.factor, visitor.factor),
         hardness=_hardness(alpha, spec),
+        teacher=_teacher(x, visitor, spec, own, home=home),
+        guide=_guide(x, visitor, alpha, own),
     )
+
+
+def _teacher(x: Inputs, visitor: KeyBlock, spec: Spec, own: Own, *, home: bool) -> Beside | None:
+    if x.teacher_query is None or visitor.teacher is None or x.teacher_scale is None:
+        return None
+    factor = _alpha(x.teacher_scale, spec, accumulation_dtype(x.query.dtype))
+    pos = own.teacher_pos if home else None
+    return Beside(x.teacher_query, visitor.teacher, factor, own.centre, visitor.centre, pos)
+
+
+def _guide(x: Inputs, visitor: KeyBlock, alpha: Tensor, own: Own) -> Beside | None:
+    if x.guide_query is None or visitor.guide is None:
+        return None
+    return Beside(x.guide_query, visitor.guide, torch.ones_like(alpha), own.guide_level, visitor.guide_level)
 
 
 def _terms(pos: Tensor | None, x: Inputs, spec: Spec) -> tuple[Tensor | None, Tensor | None]:

@@ -182,7 +182,7 @@ def plan_tiles(
             area = max(share, machine.cores * 512 * KiB) // itemsize // (1 if prefixes < 2 else 4)
             height = isqrt(area if symmetric else max(area, machine.shared_cache // 2 // itemsize))
             if prefixes > 1:  # tiles are read more often than key gradients
-                height = isqrt(2 * area)
+                height = isqrt(area)
             rows = max(16, min(n, height))
             cols = rows if symmetric else max(16, min(m, area // rows))
         else:

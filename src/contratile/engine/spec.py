@@ -17,6 +17,8 @@ from contratile.ring.nodes import RingKind
 LOG2E = 1.4426950408889634
 SameId = Literal["exclude", "positive"]
 SAME_ID: tuple[str, ...] = get_args(SameId)
+GuideMargin = Literal["absolute", "relative"]
+GUIDE_MARGINS: tuple[str, ...] = get_args(GuideMargin)
 
 
 class Inputs(NamedTuple):
@@ -34,10 +36,20 @@ class Inputs(NamedTuple):
     key_classes: Tensor | None = None  # [M] for `Spec.sums` over pairs of equal class
     query_level: Tensor | None = None  # [N] the positives' products, if the positives are not among these keys
     stand_in: Tensor | None = None  # [N, D] receives the queries' gradient in full precision, instead of the queries
+    teacher_query: Tensor | None = None  # [N, T] features of another model; `SideStats.cross` goes by its softmax
+    teacher_key: Tensor | None = None  # [M, T]
+    teacher_scale: Tensor | None = None  # 0-d
+    guide_query: Tensor | None = None  # [N, G] features of another model, which decide which pairs count
+    guide_key: Tensor | None = None  # [M, G]; None if `key` is None
+    guide_level: Tensor | None = None  # [N] the guide's products of the positives, if these are not among these keys
 
     @property
     def keys(self) -> Tensor:
         return self.query if self.key is None else self.key
+
+    @property
+    def guide_keys(self) -> Tensor | None:
+        return self.guide_query if self.guide_key is None else self.guide_key
 
 
 class Wanted(NamedTuple):
@@ -105,6 +117,11 @@ class Spec(NamedTuple):
 
     normalize: bool = False
     """With `dims`: divide each truncated row by its norm."""
+    guide_margin: float = 0.0
+    """With a guide, per side: drop pairs whose product of the guide exceeds the positive's minus the margin."""
+
+    guide_relative: bool = False
+    """The margin is a share of the positive's (absolute) product."""
 
     hardness: float = 0.0
     """Rows read `hardness` times the product on top of the score of every pair but their labelled positive. It has no
@@ -156,6 +173,9 @@ class SideStats(NamedTuple):
     counts: Tensor | None = None  # number of those pairs
     higher: Tensor | None = None  # number of pairs above the positive
     equal: Tensor | None = None  # number of pairs equal to the positive
+    cross: Tensor | None = None  # mean of scores under the teacher's softmax, minus the positive's as a constant
+    teacher: Tensor | None = None  # log-sum-exps of the teacher's scores
+    teacher_slack: Tensor | None = None
 
 
 class PairStats(NamedTuple):
@@ -172,6 +192,8 @@ class PairStats(NamedTuple):
     level: Tensor | None = None  # [N] the positives' products
     cache: Tensor | None = None  # score tiles kept for the backward pass
     unit: float = 1.0
+    teacher_pos: Tensor | None = None  # [N] the teacher's scores of the positives
+    guide_level: Tensor | None = None  # [N] the guide's products of the positives
 
     def nats(self, logits: Tensor, times: float = 1.0, over: float | Tensor = 1.0) -> Tensor:
         """times / over * logits, in nats."""
@@ -193,23 +215,24 @@ class PairStats(NamedTuple):
 
     def tensors(self) -> tuple[Any, ...]:
         """All fields but the unit in one tuple, as autograd and `torch.library` want them."""
-        return *self.row, *self.col, self.pos, self.level, self.cache
+        return *self.row, *self.col, self.pos, self.level, self.teacher_pos, self.guide_level, self.cache
 
     @classmethod
     def of(cls, tensors: Sequence[Any], unit: float = 1.0) -> PairStats:
         """The inverse of `tensors`."""
         per_side = len(SideStats._fields)
         row, col = SideStats(*tensors[:per_side]), SideStats(*tensors[per_side : 2 * per_side])
-        pos, level, cache = tensors[2 * per_side :]
-        return cls(row, col, pos, level, cache, unit)
+        pos, level, teacher_pos, guide_level, cache = tensors[2 * per_side :]
+        return cls(row, col, pos, level, cache, unit, teacher_pos, guide_level)
 
     def constants(self) -> tuple[Tensor | None, ...]:
         """The fields without gradient."""
-        return *_constants(self.row), *_constants(self.col), self.level, self.cache
+        own = self.level, self.teacher_pos, self.guide_level, self.cache
+        return *_constants(self.row), *_constants(self.col), *own
 
 
 def _constants(side: SideStats) -> tuple[Tensor | None, ...]:
-    return side.slack, side.counts, side.higher, side.equal
+    return side.slack, side.counts, side.higher, side.equal, side.teacher, side.teacher_slack
 
 
 def shapes(x: Inputs, spec: Spec) -> PairStats:
@@ -219,6 +242,7 @@ def shapes(x: Inputs, spec: Spec) -> PairStats:
     sides = []
     for length, wanted, classes in ((n, spec.rows, spec.sums_rows), (m, spec.cols, spec.sums_cols)):
         size: Any = (length, *prefixes)
+        taught = size if wanted and x.teacher_query is not None else None
         sides.append(
             SideStats(
                 total=size if wanted else None,
@@ -227,8 +251,18 @@ def shapes(x: Inputs, spec: Spec) -> PairStats:
                 counts=size if classes else None,
                 higher=size if wanted and spec.ranks else None,
                 equal=size if wanted and spec.ties else None,
+                cross=taught,
+                teacher=taught,
+                teacher_slack=taught,
             )
         )
     own: Any = None if x.labels is None else (n, *prefixes)
     row, col = sides
-    return PairStats(row, col, pos=own, level=own if spec.compares else None)
+    return PairStats(
+        row,
+        col,
+        pos=own,
+        level=own if spec.compares else None,
+        teacher_pos=None if x.teacher_query is None else own,
+        guide_level=None if x.guide_query is None else own,
+    )

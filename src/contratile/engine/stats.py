@@ -98,12 +98,22 @@ class SideParts(NamedTuple):
     equal: Tensor | None = None
     sums: Tensor | None = None
     counts: Tensor | None = None
+    teacher_level: Tensor | None = None
+    teacher: Tensor | None = None
+    """Log-sum-exps of the teacher's scores."""
+
+    cross_level: Tensor | None = None
+    cross: Tensor | None = None
+    """With the same exponentials as weights, sums of the scores minus the entry's centre."""
 
     def spread(self) -> SideParts:
         """The same with a level for each entry, as travelling and merging need it."""
-        if self.level is None or self.total is None or self.level.dim():
-            return self
-        return self._replace(level=torch.zeros_like(self.total))
+        levels = {}
+        for name, of in _LEVELS.items():
+            level, total = getattr(self, name), getattr(self, of)
+            if level is not None and total is not None and not level.dim():
+                levels[name] = torch.zeros_like(total)
+        return self._replace(**levels) if levels else self
 
     @classmethod
     def stacked(cls, parts: Sequence[SideParts]) -> SideParts:
@@ -118,19 +128,43 @@ class SideParts(NamedTuple):
     def merge_(self, other: SideParts) -> None:
         """Add what another block gave."""
         mine, theirs = self, other
-        if self.level is not None and self.total is not None and other.level is not None and other.total is not None:
-            Stats(self.level, self.total).merge_(other.level, other.total)
-            mine, theirs = self._replace(level=None, total=None), other._replace(level=None, total=None)
+        for name, of in _LEVELS.items():
+            level, total, more = getattr(self, name), getattr(self, of), getattr(other, of)
+            if level is not None and total is not None and more is not None:
+                Stats(level, total).merge_(getattr(other, name), more)
+                done = dict.fromkeys((name, of))
+                mine, theirs = mine._replace(**done), theirs._replace(**done)
         for x, y in zip(mine, theirs, strict=True):
             if x is not None and y is not None:
                 x.add_(y)
 
-    def finish(self, term: Tensor | None) -> SideStats:
+    def finish(self, term: Tensor | None, taught: Taught | None = None) -> SideStats:
         """The statistics after the last block. `term` is a summed logit of each entry: see `Stats.finish`."""
         total, slack = self.total, None
         if self.level is not None and self.total is not None:
             total, slack = Stats(self.level, self.total).finish(term)
-        return SideStats(total, slack, self.sums, self.counts, self.higher, self.equal)
+        found = SideStats(total, slack, self.sums, self.counts, self.higher, self.equal)
+        if taught is None or self.teacher is None or self.cross is None:
+            return found
+        assert self.teacher_level is not None and self.cross_level is not None and term is not None
+        mean = self.cross * (self.cross_level - self.teacher_level).exp2_() / self.teacher
+        of_teacher, its_slack = Stats(self.teacher_level, self.teacher).finish(taught.pos)
+        return found._replace(cross=mean + (taught.centre - term), teacher=of_teacher, teacher_slack=its_slack)
+
+
+_LEVELS = {"level": "total", "teacher_level": "teacher", "cross_level": "cross"}
+"""Fields of `SideParts` with levels, which are merged like log-sum-exps."""
+
+
+class Taught(NamedTuple):
+    """What each row, or column, needs for its statistics of a teacher."""
+
+    centre: Tensor
+    """A number near the positive's score, subtracted from all scores: where teacher and student agree, the rest is
+    small."""
+
+    pos: Tensor
+    """The teacher's score of the positive."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -88,6 +88,8 @@ class Feed:
         if chunk_tokens is not None:
             check_count("chunk_tokens", chunk_tokens, least=1)
         self.sorting = Sorting(lengths, group)
+        if memory_limit is not None:
+            check_count("memory_limit", memory_limit, least=0)
         self.split_fn = split_fn
         self.select, self.memory_limit, self.group = select, memory_limit, group
         self.found: dict[int, int] = {}
@@ -98,6 +100,7 @@ class Feed:
         sides = self._sides(inputs)
         agenda = Agenda(sides, iter(()), None, Padding())
         if len(inputs) == len(sides) and all(map(self._is_whole, range(len(inputs)), inputs)):
+            self.sorting.check_named(inputs)
             agenda.sides, pools = self._pools(sides, inputs)
             agenda.known = [
                 x for side, pool in zip(agenda.sides, pools, strict=True) for x in self._cut(agenda, side, pool)
@@ -211,11 +214,12 @@ class Feed:
             fits = max(1, (self.chunk_tokens or 0) // columns) if columns else sys.maxsize
             plan = by_rows(pool.total, min(fits, self._size(side, pool)))
         else:
-            sizes: dict[str, Any] = {"size": self._size(side, pool), "tokens": self.chunk_tokens}
-            plan = by_length(pool.lengths, **sizes, buckets=self.sorting.buckets(side, pool.rule))
+            size, buckets = self._size(side, pool), self.sorting.buckets(side, pool.rule)
+            overhead = self.sorting.overhead(side, pool.rule)
+            plan = by_length(pool.lengths, size=size, tokens=self.chunk_tokens, buckets=buckets, overhead=overhead)
             if blocks and any(map(is_collective, side.wrappers)):
                 # Blocks may be short where samples were left out; ranks with as many blocks need as many chunks.
-                plan = in_pieces(plan, sum(-(-count // sizes["size"]) for count in pool.counts))
+                plan = in_pieces(plan, sum(-(-count // size) for count in pool.counts))
         agenda.padding = agenda.padding.plus(pool.padding(plan))
         return [Item(side, pool, piece, offset) for piece in plan]
 

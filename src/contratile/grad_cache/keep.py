@@ -36,11 +36,12 @@ USED = 0.9
 FREE = 0.8
 """Share of what is free on an accelerator that is the limit, if none is given."""
 LONGER = 1.25
-"""A chunk is measured again if a later one is longer by this factor: attention may need more per token."""
+"""A chunk is measured too if it is longer by this factor (attention may need more per token) or has as many more tokens
+than those that were."""
 
 
 class GraphCost(NamedTuple):
-    """Memory of a chunk with gradients, measured once for each encoder."""
+    """Memory of a chunk with gradients; the most of those that were measured for an encoder."""
 
     graph: float
     """Bytes that stay until the backward pass, per token (per row for inputs that are not cut)."""
@@ -49,7 +50,10 @@ class GraphCost(NamedTuple):
     """Bytes that a forward and backward pass needs beyond that."""
 
     length: int
-    """Columns of the chunk that was measured."""
+    """Columns of the longest chunk that was measured."""
+
+    tokens: int
+    """Tokens of the largest one."""
 
 
 class GraphTrial(Trial):
@@ -100,11 +104,8 @@ class Keeper:
         if self.wanted != "auto":
             return Shelf(int(self.wanted * self.share), known=agenda.known)
         limit = self._limit(agenda.sides[0].device) * self.share
-        longest: dict[Encoder, Item] = {}
-        for item in agenda.known or ():
-            if item.piece.length >= longest.setdefault(item.side.encoder, item).piece.length:
-                longest[item.side.encoder] = item
-        for item in longest.values():
+        # The largest first, then longer ones: they are measured only if they are much longer.
+        for item in sorted(agenda.known or (), key=lambda x: x.piece.cost, reverse=True):
             self.cost(item)
         return MeasuredShelf(USED * limit, known=agenda.known, keeper=self)
 
@@ -113,15 +114,19 @@ class Keeper:
         self.share /= 2
 
     def cost(self, item: Item) -> GraphCost:
-        """What a chunk of this encoder costs; measured for the first and for much longer chunks."""
-        known = self.costs.get(item.side.encoder)
-        if known is None or item.piece.length > LONGER * known.length:
-            chunk = item.chunk()
-            trial, rows = GraphTrial(item.side, chunk), len(item.piece.rows)
+        """What a chunk of this encoder costs; measured for the first and for much longer or larger chunks."""
+        piece = item.piece
+        known = self.costs.get(item.side.encoder, GraphCost(0.0, 0.0, 0, 0))
+        if piece.length > LONGER * known.length or piece.cost > LONGER * known.tokens:
+            trial, rows = GraphTrial(item.side, item.chunk()), len(piece.rows)
             trial.cost(rows)  # what is allocated once only, by the first call, does not count
             peak = trial.cost(rows)
-            known = GraphCost(trial.held / item.piece.cost, max(0.0, peak - trial.held), max(1, item.piece.length))
-            self.costs[item.side.encoder] = known
+            known = self.costs[item.side.encoder] = GraphCost(
+                graph=max(known.graph, trial.held / piece.cost),
+                passing=max(known.passing, peak - trial.held),
+                length=max(known.length, piece.length),
+                tokens=max(known.tokens, piece.cost),
+            )
             trim()
         return known
 

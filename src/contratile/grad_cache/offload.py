@@ -156,7 +156,6 @@ def _short() -> int:
 
 def make_store(offload: Offload, directory: str | Path | None) -> ChunkStore:
     """The store for an `offload` option of `GradCache`."""
-    """The store for an `offload` option of `GradCache`."""
     if offload == "disk":
         return DiskStore(directory)
     return HostStore() if offload == "host" else ChunkStore()

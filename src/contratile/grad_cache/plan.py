@@ -9,6 +9,7 @@ the smallest. Rows of equal length keep their order.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -46,7 +47,14 @@ def by_rows(total: int, size: int) -> list[Piece]:
     return [Piece(torch.arange(at, min(at + size, total)), 0) for at in range(0, total, size)]
 
 
-def by_length(lengths: Tensor, *, size: int, tokens: int | None = None, buckets: Sequence[int] = ()) -> list[Piece]:
+def by_length(
+    lengths: Tensor,
+    *,
+    size: int,
+    tokens: int | None = None,
+    buckets: Sequence[int] = (),
+    overhead: int | None = None,
+) -> list[Piece]:
     """Chunks of rows of similar length.
 
     Args:
@@ -54,15 +62,46 @@ def by_length(lengths: Tensor, *, size: int, tokens: int | None = None, buckets:
         size: Rows of a chunk, at most.
         tokens: Tokens of a chunk, padding included, at most. A row with more gets a chunk of its own.
         buckets: Lengths that chunks may have, ascending; none: any. Longer rows than the last keep their length.
+        overhead: Tokens that take as long as what every chunk costs whatever its size. The plan has the fewest tokens,
+            with so many for each chunk. None: every chunk but the last is as large as it may be.
     """
     order = torch.argsort(lengths, descending=True, stable=True)
+    widths = [_bucket(max(1, x), buckets) for x in lengths[order].tolist()]
+    ends = [at + (size if tokens is None else min(size, max(1, tokens // width))) for at, width in enumerate(widths)]
+    if overhead is not None and widths[0] != widths[-1]:
+        ends = _cheapest_ends(widths, ends, overhead)
     pieces, start = [], 0
     while start < len(order):
-        length = _bucket(max(1, int(lengths[order[start]])), buckets)
-        count = size if tokens is None else min(size, max(1, tokens // length))
-        pieces.append(Piece(order[start : start + count], length))
-        start += count
+        pieces.append(Piece(order[start : ends[start]], widths[start]))
+        start = ends[start]
     return pieces
+
+
+def _cheapest_ends(widths: Sequence[int], last: Sequence[int], overhead: int) -> list[int]:
+    """Where a chunk ends that starts at a row, so that this chunk and all after it cost least.
+
+    A chunk costs its rows times its width, that of its first row, and the overhead. If it ends between rows of equal
+    width, moving its last rows to the next chunk costs nothing and saves padding, until the next chunk is full. So only
+    the rows where the width changes, and those from which a chunk is full, are starts worth trying.
+
+    Args:
+        widths: Of each row, descending.
+        last: Where a chunk ends at the latest, for each row as its first.
+        overhead: Tokens for each chunk.
+    """
+    count = len(widths)
+    changes = [row for row in range(count) if row == 0 or widths[row] != widths[row - 1]]
+    costs: list[float] = [math.inf] * count + [0.0]
+    ends = list(last)
+    for end in range(count, 0, -1):
+        if costs[end] == math.inf:
+            continue
+        full = bisect_left(last, end)
+        for start in (full, *changes[bisect_left(changes, full) : bisect_left(changes, end)]):
+            cost = costs[end] + (end - start) * widths[start] + overhead
+            if cost < costs[start]:
+                costs[start], ends[start] = cost, end
+    return ends
 
 
 def in_pieces(plan: Sequence[Piece], count: int) -> list[Piece]:

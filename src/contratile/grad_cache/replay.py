@@ -41,7 +41,6 @@ class RandomState:
 
     def restore(self) -> None:
         """Set the generators to this state."""
-        """Set the generators to this state."""
         for device, state in self.states.items():
             _generator(device).set_rng_state(state, *_index(device))
 

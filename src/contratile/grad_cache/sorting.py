@@ -14,7 +14,16 @@ from contratile.errors import check_choice
 from contratile.grad_cache.agreement import disagreement
 from contratile.grad_cache.chunks import Encoder, Nest
 from contratile.grad_cache.encoded import EncoderSide
-from contratile.grad_cache.lengths import POWERS, ByLength, Pool, can_join, has_lengths
+from contratile.grad_cache.lengths import (
+    OVERHEAD_ACCELERATOR,
+    OVERHEAD_CPU,
+    POWERS,
+    ByLength,
+    Pool,
+    can_join,
+    check_named,
+    has_lengths,
+)
 from contratile.grad_cache.wrappers import is_collective
 from contratile.ring.team import Group, Team
 
@@ -29,6 +38,11 @@ class Sorting:
         self.group = group
         self.agreed: dict[Encoder, bool] = {}
         """Whether features agree with and without padding."""
+
+    def check_named(self, inputs: Sequence[Nest]) -> None:
+        """Raise if the mask that the rule names is in none of the inputs of a step."""
+        if self.rule is not None:
+            check_named(inputs, self.rule)
 
     def pools(self, side: EncoderSide, nests: Sequence[Nest]) -> list[Pool]:
         """The rows of some nests: one pool with lengths if they are sorted and cut, otherwise a pool for each."""
@@ -62,6 +76,14 @@ class Sorting:
         if rule.buckets != "auto":
             return rule.buckets
         return POWERS if any(map(_is_compiled, side.owner.modules())) else ()
+
+    def overhead(self, side: EncoderSide, rule: ByLength) -> int | None:
+        """What a chunk costs beside its tokens; None: chunks are as large as they may be."""
+        if rule.overhead != "auto":
+            return rule.overhead
+        if any(map(is_collective, side.wrappers)) or any(map(_is_compiled, side.owner.modules())):
+            return None  # as many chunks on every rank; chunks of few sizes
+        return OVERHEAD_CPU if side.device.type == "cpu" else OVERHEAD_ACCELERATOR
 
     def _rule(self, side: EncoderSide, nests: Sequence[Nest]) -> ByLength | None:
         if self.rule is None or not all(has_lengths(nest, self.rule) for nest in nests):

@@ -24,7 +24,6 @@ def wrappers_of(module: nn.Module) -> list[nn.Module]:
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether a module is under FSDP2's `fully_shard`."""
-    """Whether a module is under FSDP2's `fully_shard`."""
     return hasattr(module, "set_requires_gradient_sync")
 
 

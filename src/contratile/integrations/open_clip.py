@@ -1,4 +1,4 @@
-"""open_clip's `ClipLoss` and `SigLipLoss` in linear memory, for its trainer or yours. Change an import:
+"""open_clip's `ClipLoss`, `SigLipLoss`, `DistillClipLoss` and `CoCaLoss` in linear memory. Change an import:
 
     from contratile.integrations.open_clip import create_loss    # was: from open_clip import create_loss
     loss = create_loss(args)
@@ -90,13 +90,126 @@ class ClipLoss(CheckedModule):
         """
         team = _team(self.world_size)
         image, text = _one_dtype(image_features, text_features)
-        loss = clip_loss(image, text, logit_scale, group=team.group)
-        if team.size > 1 and not self.local_loss:
-            mine = loss.detach()
-            loss = loss + (team.sum(mine) / team.size - mine)  # changes the value, not the gradient
+        loss = self._shown(clip_loss(image, text, logit_scale, group=team.group), team)
         if isinstance(logit_bias, Tensor):
             loss = loss + 0 * logit_bias.sum()  # it cancels out, but DDP expects a gradient
         return {"contrastive_loss": loss} if output_dict else loss
+
+    def _shown(self, loss: Tensor, team: Team) -> Tensor:
+        """The mean over all ranks' pairs, unless `local_loss`. Changes the value, not the gradient."""
+        if team.size == 1 or self.local_loss:
+            return loss
+        mine = loss.detach()
+        return loss + (team.sum(mine) / team.size - mine)
+
+
+class DistillClipLoss(ClipLoss):
+    """Replaces `open_clip.DistillClipLoss`: the symmetric loss, and the cross-entropy with a teacher's softmax.
+
+    The teacher has no gradient: its features are taken as constants, as open_clip's trainer passes them.
+
+    Relations: `contratile.clip_loss` with `teacher=` is the weighted sum of both.
+
+    Args: as for `ClipLoss`.
+
+    Examples:
+        >>> import torch
+        >>> image, text = (torch.nn.functional.normalize(torch.randn(8, 4), dim=1) for _ in range(2))
+        >>> teacher = torch.nn.functional.normalize(torch.randn(8, 6), dim=1)
+        >>> contrastive, distill = DistillClipLoss()(image, text, 10.0, teacher, teacher, 20.0)
+    """
+
+    def forward(  # type: ignore[override]  # open_clip's own call
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor | float,
+        dist_image_features: Tensor,
+        dist_text_features: Tensor,
+        dist_logit_scale: Tensor | float,
+        output_dict: bool = False,
+    ) -> Any:
+        """Compute both terms as open_clip's trainer calls it.
+
+        Args:
+            image_features: Normalised features [N, D].
+            text_features: Normalised features [N, D].
+            logit_scale: Multiplies the cosines.
+            dist_image_features: The teacher's normalised features [N, T].
+            dist_text_features: The teacher's normalised features [N, T].
+            dist_logit_scale: The teacher's logit scale.
+            output_dict: Return {"contrastive_loss": ..., "distill_loss": ...} instead of both in a tuple.
+        """
+        team = _team(self.world_size)
+        image, text = _one_dtype(image_features, text_features)
+        seen = _one_dtype(dist_image_features.detach(), dist_text_features.detach())
+        if torch.float64 in (image.dtype, seen[0].dtype):
+            accumulation = torch.promote_types(image.dtype, torch.float32)
+            seen = seen[0].to(accumulation), seen[1].to(accumulation)
+        scale = dist_logit_scale.detach() if isinstance(dist_logit_scale, Tensor) else dist_logit_scale
+        _, terms = clip_loss(image, text, logit_scale, teacher=(*seen, scale), return_terms=True, group=team.group)
+        contrastive, distill = (self._shown(term, team) for term in terms)
+        return {"contrastive_loss": contrastive, "distill_loss": distill} if output_dict else (contrastive, distill)
+
+
+class CoCaLoss(ClipLoss):
+    """Replaces `open_clip.CoCaLoss`: the symmetric loss, and the cross-entropy of captions, both weighted.
+
+    Args:
+        caption_loss_weight: Factor of the caption loss.
+        clip_loss_weight: Factor of the contrastive loss; 0 leaves it out.
+        pad_id: The token that captions are padded with.
+
+    The other arguments are those of `ClipLoss`.
+
+    Examples:
+        >>> import torch
+        >>> image, text = (torch.nn.functional.normalize(torch.randn(8, 4), dim=1) for _ in range(2))
+        >>> logits, tokens = torch.randn(8, 5, 30), torch.randint(1, 30, (8, 5))
+        >>> contrastive, caption = CoCaLoss(2.0, 1.0)(image, text, logits, tokens, 10.0)
+    """
+
+    def __init__(
+        self,
+        caption_loss_weight: float,
+        clip_loss_weight: float,
+        pad_id: int = 0,
+        local_loss: bool = False,
+        gather_with_grad: bool = False,
+        cache_labels: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        use_horovod: bool = False,
+    ) -> None:
+        super().__init__(local_loss, gather_with_grad, cache_labels, rank, world_size, use_horovod)
+        self.clip_loss_weight = clip_loss_weight
+        self.caption_loss_weight = caption_loss_weight
+        self.caption_loss = nn.CrossEntropyLoss(ignore_index=pad_id)
+
+    def forward(  # type: ignore[override]  # open_clip's own call
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logits: Tensor,
+        labels: Tensor,
+        logit_scale: Tensor | float,
+        output_dict: bool = False,
+    ) -> Any:
+        """Compute both terms as open_clip's trainer calls it.
+
+        Args:
+            image_features: Normalised features [N, D].
+            text_features: Normalised features [N, D].
+            logits: Scores of the vocabulary [N, tokens, words].
+            labels: The captions' tokens [N, tokens].
+            logit_scale: Multiplies the cosines.
+            output_dict: Return {"contrastive_loss": ..., "caption_loss": ...} instead of both in a tuple.
+        """
+        contrastive = torch.zeros((), device=logits.device)
+        if self.clip_loss_weight:
+            contrastive = self.clip_loss_weight * super().forward(image_features, text_features, logit_scale)
+        caption = self.caption_loss_weight * self.caption_loss(logits.permute(0, 2, 1), labels)
+        return {"contrastive_loss": contrastive, "caption_loss": caption} if output_dict else (contrastive, caption)
 
 
 class SigLipLoss(CheckedModule):
@@ -176,18 +289,24 @@ def create_loss(args: Any) -> nn.Module:
         args: Parsed arguments of open_clip's trainer. Arguments that its version does not have count as off.
 
     Returns:
-        A `ClipLoss` or `SigLipLoss`.
+        A `ClipLoss`, `DistillClipLoss`, `CoCaLoss` or `SigLipLoss`.
 
     Raises:
-        ValueError: The arguments ask for distillation, CoCa or Horovod.
+        ValueError: The arguments ask for Horovod.
     """
-    remedy = "Use open_clip.create_loss."
-    distill, model = getattr(args, "distill", False), str(getattr(args, "model", ""))
-    if distill:
-        bad_value("distill", expected="False", got=distill, remedy=remedy)
-    if "coca" in model.lower():
-        bad_value("model", expected="a CLIP or SigLIP model", got=model, remedy=remedy)
     _refuse_horovod(getattr(args, "horovod", False))
+    if getattr(args, "distill", False):
+        return DistillClipLoss(args.local_loss, args.gather_with_grad, True, args.rank, args.world_size)
+    if "coca" in str(getattr(args, "model", "")).lower():
+        return CoCaLoss(
+            args.coca_caption_loss_weight,
+            args.coca_contrastive_loss_weight,
+            local_loss=args.local_loss,
+            gather_with_grad=args.gather_with_grad,
+            cache_labels=True,
+            rank=args.rank,
+            world_size=args.world_size,
+        )
     if getattr(args, "siglip", False):
         dist_impl = getattr(args, "loss_dist_impl", None)
         return SigLipLoss(rank=args.rank, world_size=args.world_size, dist_impl=dist_impl)

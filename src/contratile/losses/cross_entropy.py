@@ -22,6 +22,7 @@ from contratile.engine.spec import Inputs, PairStats, SideStats, Spec
 from contratile.losses.batch_stats import BatchStats, Tally, batch_stats
 from contratile.losses.hard_negatives import own_products
 from contratile.losses.options import PairOptions, Rings
+from contratile.reference import guide_limit
 from contratile.ring.ring import Ring
 
 
@@ -31,6 +32,8 @@ class Losses(NamedTuple):
     per_pair: Tensor
     stats: PairStats
     batch: BatchStats | None
+    distill: Tensor | None = None
+    """Per pair: the weighted cross-entropy with a teacher's softmax, not part of `per_pair`."""
 
 
 def cross_entropies(
@@ -43,6 +46,9 @@ def cross_entropies(
     nested = options.matryoshka
     if nested is not None:
         spec = nested.spec(spec)
+    spec = spec._replace(
+        guide_margin=float(options.guide_margin), guide_relative=options.guide_margin_strategy == "relative"
+    )
     share = _shared_cache(spec, rings, options)
     proxy = None
     if options.several_sources and spec.backend != "dense":
@@ -59,6 +65,7 @@ def cross_entropies(
         key_ids=key_ids,
         stand_in=proxy,
     )
+    x = _with_models(x, options)
     spared = None
     if query_ids is not None and key_ids is not None and not options.several_positives:
         spared = query_ids == key_ids[labels]
@@ -88,11 +95,36 @@ def cross_entropies(
         losses = stats.logaddexp(losses, above)
     if nested is not None:
         losses = nested.total(losses)
+    distill = None if options.teacher is None else _distill(stats, spec, options)
     if not options.return_stats:
-        return Losses(losses, stats, None)
+        return Losses(losses, stats, None, distill)
     negatives = _negatives(x, rows, stats, options, rings) if options.several_positives else None
     stats = stats._replace(pos=_without_bias(stats, x))
-    return Losses(losses, stats, batch_stats(rows, cols, stats, rings.keys.team, negatives))
+    return Losses(losses, stats, batch_stats(rows, cols, stats, rings.keys.team, negatives), distill)
+
+
+def _with_models(x: Inputs, options: PairOptions) -> Inputs:
+    """With the features of a teacher and a guide."""
+    if options.teacher is not None:
+        query, key, scale = options.teacher
+        scale = as_tensor(scale, query) / options.teacher_temperature
+        x = x._replace(teacher_query=query, teacher_key=key, teacher_scale=scale)
+    if options.guide is not None:
+        x = x._replace(guide_query=options.guide[0], guide_key=options.guide[1])
+    return x
+
+
+def _distill(stats: PairStats, spec: Spec, options: PairOptions) -> Tensor:
+    """Per pair the cross-entropies with the teacher: log-sum-exps minus mean scores under its softmax.
+
+    Both are taken from the positive's score, as a constant.
+    """
+    assert stats.pos is not None
+    pos, found = stats.pos.detach(), []
+    for side in (stats.row, stats.col) if spec.cols else (stats.row,):
+        assert side.cross is not None
+        found.append(lifted(lse_above(pos, side, floor=False) - side.cross))
+    return sum(found[1:], found[0]) * options.teacher_weight
 
 
 def _positives_alone(x: Inputs, spec: Spec, options: PairOptions) -> tuple[PairStats, Tally]:
@@ -105,6 +137,9 @@ def _positives_alone(x: Inputs, spec: Spec, options: PairOptions) -> tuple[PairS
     if x.key_bias is not None:
         pos = pos + _with_axes(stats.of_nats(x.key_bias.to(pos.dtype).index_select(0, x.labels)), pos)
     level = products.detach() * torch.where(x.scale < 0, -1, 1) if spec.compares else None
+    if x.guide_query is not None and x.guide_key is not None:
+        of_guide = own_products(x.guide_query, x.guide_key.index_select(0, x.labels).unsqueeze(1)).squeeze(1)
+        stats = stats._replace(guide_level=of_guide)
     tally = Tally(torch.zeros_like(pos), pos, torch.ones_like(pos), torch.zeros_like(pos))
     return stats._replace(pos=pos, level=level), _without_positives(tally) if options.several_positives else tally
 
@@ -217,6 +252,8 @@ def _more_keys(
         query_ids=x.query_ids if given else None,
         key_ids=ids.long() if ids is not None else None,
         query_level=stats.level,
+        guide_key=options.extra_guide,
+        guide_level=stats.guide_level,
     )
     spec = spec._replace(cols=False, exclude_self=exclude_self, hardness=options.more.in_batch)
     found = pair_stats(ring, more, _with_sums(more, spec, options))
@@ -335,6 +372,10 @@ def _hard_negatives(x: Inputs, stats: PairStats, options: PairOptions, hard: Ten
             counts = counts & (rising <= stats.level.unsqueeze(1) - options.margin)
     if options.more.own:
         scores = scores + stats.of_nats(options.more.own * products.detach())
+    if stats.guide_level is not None and options.guide is not None and options.hard_guide is not None:
+        relative = options.guide_margin_strategy == "relative"
+        limit = guide_limit(stats.guide_level, options.guide_margin, relative=relative)
+        counts = counts & (own_products(options.guide[0], options.hard_guide) <= limit.unsqueeze(1))
     if options.hard_bias is not None:
         scores = scores + _with_axes(stats.of_nats(options.hard_bias.to(scores.dtype)), scores)
     # A finite floor, not -inf: a query whose every negative is masked has a gradient of 0 here, not NaN.

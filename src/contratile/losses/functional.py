@@ -8,7 +8,7 @@ also for 16-bit features; gradients have the dtype of the tensors they belong to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -16,13 +16,21 @@ from torch import Tensor
 from contratile.engine.autograd import pair_stats
 from contratile.engine.backends import Backend
 from contratile.engine.backends.precision import Precision
-from contratile.engine.spec import Inputs, SameId, Spec
+from contratile.engine.spec import GuideMargin, Inputs, SameId, Spec
 from contratile.errors import bad_value, check_labels, check_pairs, check_temperature, check_vector
 from contratile.keywords import known_keywords
 from contratile.losses.batch_stats import BatchStats, Tally, batch_stats
-from contratile.losses.cross_entropy import as_tensor, class_losses, cross_entropies, lse_above, sigmoid_stats
+from contratile.losses.beside import Guide, LossTerms, Teacher
+from contratile.losses.cross_entropy import (
+    Losses,
+    as_tensor,
+    class_losses,
+    cross_entropies,
+    lse_above,
+    sigmoid_stats,
+)
 from contratile.losses.directions import Direction, Directions, HardnessMode, PartitionMode
-from contratile.losses.options import Call, Ids, PairOptions
+from contratile.losses.options import Call, Ids, PairOptions, Rings
 from contratile.reference import Reduction
 from contratile.ring.nodes import RingKind
 from contratile.ring.team import Group
@@ -71,6 +79,14 @@ class PairKeywords(Keywords, total=False):
     matryoshka_dims: Sequence[int] | None
     matryoshka_weights: Sequence[float] | None
     matryoshka_normalize: bool
+    teacher: Teacher | None
+    teacher_weight: float
+    teacher_temperature: float
+    guide: Guide | None
+    guide_margin: float
+    guide_margin_strategy: GuideMargin
+    extra_guide: Tensor | None
+    hard_guide: Tensor | None
 
 
 class NegativeKeywords(PairKeywords, total=False):
@@ -151,6 +167,7 @@ def clip_loss(
     scale: Tensor | float = 1.0,
     *,
     return_stats: Literal[False] = False,
+    return_terms: Literal[False] = False,
     **keywords: Unpack[PairKeywords],
 ) -> Tensor: ...
 @overload
@@ -160,8 +177,29 @@ def clip_loss(
     scale: Tensor | float = 1.0,
     *,
     return_stats: Literal[True],
+    return_terms: Literal[False] = False,
     **keywords: Unpack[PairKeywords],
 ) -> tuple[Tensor, BatchStats]: ...
+@overload
+def clip_loss(
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor | float = 1.0,
+    *,
+    return_stats: Literal[False] = False,
+    return_terms: Literal[True],
+    **keywords: Unpack[PairKeywords],
+) -> tuple[Tensor, LossTerms]: ...
+@overload
+def clip_loss(
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor | float = 1.0,
+    *,
+    return_stats: Literal[True],
+    return_terms: Literal[True],
+    **keywords: Unpack[PairKeywords],
+) -> tuple[Tensor, LossTerms, BatchStats]: ...
 @known_keywords
 def clip_loss(
     image: Tensor,
@@ -183,7 +221,16 @@ def clip_loss(
     matryoshka_dims: Sequence[int] | None = None,
     matryoshka_weights: Sequence[float] | None = None,
     matryoshka_normalize: bool = True,
+    teacher: Teacher | None = None,
+    teacher_weight: float = 1.0,
+    teacher_temperature: float = 1.0,
+    guide: Guide | None = None,
+    guide_margin: float = 0.0,
+    guide_margin_strategy: GuideMargin = "absolute",
+    extra_guide: Tensor | None = None,
+    hard_guide: Tensor | None = None,
     return_stats: bool = False,
+    return_terms: bool = False,
     group: Group = "auto",
     reduction: Reduction = "mean",
     backend: Backend = "auto",
@@ -191,7 +238,7 @@ def clip_loss(
     cache_bytes: int = 0,
     precision: Precision | None = None,
     ring: RingKind = "auto",
-) -> Tensor | tuple[Tensor, BatchStats]:
+) -> Tensor | tuple[Any, ...]:
     """CLIP's symmetric contrastive loss over pairs (image_i, text_i). Replaces
 
         logits = scale * image @ text.T
@@ -229,7 +276,26 @@ def clip_loss(
         matryoshka_weights: A weight for each of these losses; 1 each by default. The sum is not divided by them.
         matryoshka_normalize: Divide each truncated row by its norm, so that scores are cosines: with `matryoshka_dims`
             losses do normalise. False takes plain products.
+        teacher: (image [N, T], text [N, T], scale) of a frozen model. Adds, for both directions, the cross-entropy
+            between the softmax of its scores and that of these, as open_clip's DistillClipLoss: with S the scores here,
+
+                target = (teacher_scale / teacher_temperature * teacher_image @ teacher_text.T).softmax(1)
+                distill = -(target * S.log_softmax(1)).sum(1)
+                loss = contrastive + teacher_weight * distill
+
+            It has no gradient. Not together with extra keys, hard negatives, margin, smoothing or several positives.
+        teacher_weight: Factor of that term.
+        teacher_temperature: Divides the teacher's scores alone: above 1 its targets are softer. The temperature of the
+            scores here is 1 / scale.
+        guide: (image [N, G], text [N, G]) of a frozen model that drops false negatives, as GISTEmbed does: pairs that
+            it finds more similar than the positive do not count, for each direction by its own positive.
+        guide_margin: Drop pairs with a product of the guide above positive - margin instead.
+        guide_margin_strategy: "absolute", or "relative": above positive - margin * abs(positive).
+        extra_guide: [E, G] the guide's features of the extra keys.
+        hard_guide: [N, H, G] the same of the hard negatives.
         return_stats: Return (loss, `BatchStats`) with top-1 accuracy, ranks and mean logits.
+        return_terms: Return (loss, `LossTerms`): the contrastive and the distillation term. With both, (loss, terms,
+            statistics).
         group: "auto" (the default process group if one is initialised), None (this process alone) or a process group.
             Over several ranks the loss and its backward are collective: every rank calls both.
         reduction: "mean", "sum" or "none" (one value per local pair). Over ranks "mean" is world_size / N_total times
@@ -245,7 +311,7 @@ def clip_loss(
             places of the nodes) or "auto" ("nodes" if the group has several nodes of equal size).
 
     Returns:
-        The loss in fp32 (fp64 for fp64 features), or (loss, BatchStats).
+        The loss in fp32 (fp64 for fp64 features), or a tuple that starts with it.
 
     Raises:
         ValueError: A shape, label or option cannot be used.
@@ -256,12 +322,22 @@ def clip_loss(
         >>> image, text = (torch.nn.functional.normalize(torch.randn(1000, 64), dim=1) for _ in range(2))
         >>> loss = ct.clip_loss(image.requires_grad_(), text, 100.0)
         >>> loss.backward()
+        >>> of_prefixes = ct.clip_loss(image, text, 100.0, matryoshka_dims=(16, 32, 64))
     """
     options = PairOptions(
         *(ids, same_id, extra_keys, extra_ids, hard_negatives, hard_mask),
         *(margin, label_smoothing, weights, return_stats),
         *(True, key_bias, extra_bias, hard_bias),
         *(matryoshka_dims, matryoshka_weights, matryoshka_normalize),
+        teacher=teacher,
+        teacher_weight=teacher_weight,
+        teacher_temperature=teacher_temperature,
+        return_terms=return_terms,
+        guide=guide,
+        guide_margin=guide_margin,
+        guide_margin_strategy=guide_margin_strategy,
+        extra_guide=extra_guide,
+        hard_guide=hard_guide,
     )
     spec = Spec(
         paired=True,
@@ -281,8 +357,7 @@ def clip_loss(
     rings = call.start(group, check)
     labels = torch.arange(image.shape[0], device=image.device)
     losses = cross_entropies(image, text, scale, labels, options, spec, rings)
-    loss = call.reduce(losses.per_pair, losses.stats, rings.keys, share=0.5)
-    return loss if losses.batch is None else (loss, losses.batch)
+    return _answer(call, losses, rings, share=0.5)
 
 
 @overload
@@ -293,6 +368,7 @@ def info_nce(
     *,
     labels: Tensor | None = None,
     return_stats: Literal[False] = False,
+    return_terms: Literal[False] = False,
     **keywords: Unpack[NegativeKeywords],
 ) -> Tensor: ...
 @overload
@@ -303,8 +379,31 @@ def info_nce(
     *,
     labels: Tensor | None = None,
     return_stats: Literal[True],
+    return_terms: Literal[False] = False,
     **keywords: Unpack[NegativeKeywords],
 ) -> tuple[Tensor, BatchStats]: ...
+@overload
+def info_nce(
+    query: Tensor,
+    key: Tensor,
+    scale: Tensor | float = 1.0,
+    *,
+    labels: Tensor | None = None,
+    return_stats: Literal[False] = False,
+    return_terms: Literal[True],
+    **keywords: Unpack[NegativeKeywords],
+) -> tuple[Tensor, LossTerms]: ...
+@overload
+def info_nce(
+    query: Tensor,
+    key: Tensor,
+    scale: Tensor | float = 1.0,
+    *,
+    labels: Tensor | None = None,
+    return_stats: Literal[True],
+    return_terms: Literal[True],
+    **keywords: Unpack[NegativeKeywords],
+) -> tuple[Tensor, LossTerms, BatchStats]: ...
 @known_keywords
 def info_nce(
     query: Tensor,
@@ -328,7 +427,16 @@ def info_nce(
     matryoshka_dims: Sequence[int] | None = None,
     matryoshka_weights: Sequence[float] | None = None,
     matryoshka_normalize: bool = True,
+    teacher: Teacher | None = None,
+    teacher_weight: float = 1.0,
+    teacher_temperature: float = 1.0,
+    guide: Guide | None = None,
+    guide_margin: float = 0.0,
+    guide_margin_strategy: GuideMargin = "absolute",
+    extra_guide: Tensor | None = None,
+    hard_guide: Tensor | None = None,
     return_stats: bool = False,
+    return_terms: bool = False,
     hard_ids: Tensor | None = None,
     share_hard_negatives: bool = False,
     directions: tuple[Direction, ...] = ("query_to_doc",),
@@ -342,7 +450,7 @@ def info_nce(
     cache_bytes: int = 0,
     precision: Precision | None = None,
     ring: RingKind = "auto",
-) -> Tensor | tuple[Tensor, BatchStats]:
+) -> Tensor | tuple[Any, ...]:
     """InfoNCE: cross-entropy of each query against all keys. Replaces
 
         return F.cross_entropy(scale * query @ key.T, labels)
@@ -381,8 +489,27 @@ def info_nce(
         matryoshka_weights: A weight for each of these losses; 1 each by default. The sum is not divided by them.
         matryoshka_normalize: Divide each truncated row by its norm, so that scores are cosines: with `matryoshka_dims`
             losses do normalise. False takes plain products.
+        teacher: (query [N, T], key [M, T], scale) of a frozen model. Adds the cross-entropy between the softmax of its
+            scores and that of these, S:
+
+                target = (teacher_scale / teacher_temperature * teacher_query @ teacher_key.T).softmax(1)
+                distill = -(target * S.log_softmax(1)).sum(1)
+                loss = contrastive + teacher_weight * distill
+
+            It has no gradient. Not together with extra keys, hard negatives, margin, smoothing or several positives.
+        teacher_weight: Factor of that term.
+        teacher_temperature: Divides the teacher's scores alone: above 1 its targets are softer. The temperature of the
+            scores here is 1 / scale.
+        guide: (query [N, G], key [M, G]) of a frozen model that drops false negatives, as GISTEmbed does: keys that it
+            finds more similar than the positive do not count.
+        guide_margin: Drop keys with a product of the guide above positive - margin instead.
+        guide_margin_strategy: "absolute", or "relative": above positive - margin * abs(positive).
+        extra_guide: [E, G] the guide's features of the extra keys.
+        hard_guide: [N, H, G] the same of the hard negatives.
         return_stats: Return (loss, `BatchStats`) with top-1 accuracy, ranks and mean logits, of queries against keys
             by similarity: without hardness and further directions.
+        return_terms: Return (loss, `LossTerms`): the contrastive and the distillation term. With both, (loss, terms,
+            statistics).
         hard_ids: [N, H] ids of the hard negatives, compared with the ids of the queries.
         share_hard_negatives: Hard negatives are negatives of all queries, of all ranks, too.
         directions: What a query and its key are compared with in one loss, as sentence-transformers names it.
@@ -410,7 +537,7 @@ def info_nce(
             places of the nodes) or "auto" ("nodes" if the group has several nodes of equal size).
 
     Returns:
-        The loss in fp32 (fp64 for fp64 features), or (loss, BatchStats).
+        The loss in fp32 (fp64 for fp64 features), or a tuple that starts with it.
 
     Raises:
         ValueError: A shape, label or option cannot be used.
@@ -438,6 +565,15 @@ def info_nce(
         matryoshka_dims=matryoshka_dims,
         matryoshka_weights=matryoshka_weights,
         matryoshka_normalize=matryoshka_normalize,
+        teacher=teacher,
+        teacher_weight=teacher_weight,
+        teacher_temperature=teacher_temperature,
+        return_terms=return_terms,
+        guide=guide,
+        guide_margin=guide_margin,
+        guide_margin_strategy=guide_margin_strategy,
+        extra_guide=extra_guide,
+        hard_guide=hard_guide,
     )
     paired = labels is None
     spec = Spec(
@@ -469,8 +605,25 @@ def info_nce(
     labels = torch.arange(len(query), device=query.device) if labels is None else labels.long()
     losses = cross_entropies(query, key, scale, labels, options, spec, rings)
     mean_of_two = spec.cols and partition_mode == "per_direction"
-    loss = call.reduce(losses.per_pair, losses.stats, rings.keys, share=0.5 if mean_of_two else 1.0)
-    return loss if losses.batch is None else (loss, losses.batch)
+    return _answer(call, losses, rings, share=0.5 if mean_of_two else 1.0)
+
+
+def _answer(call: Call, losses: Losses, rings: Rings, share: float = 1.0) -> Tensor | tuple[Any, ...]:
+    """The loss, followed by its terms and the statistics where they are asked for."""
+    per_pair, options = losses.per_pair, call.options
+    assert options is not None
+    more: list[Any] = []
+    if options.return_terms:
+        assert losses.distill is not None
+        terms = (call.reduce(x, losses.stats, rings.keys, share=share) for x in (per_pair, losses.distill))
+        more.append(LossTerms(*terms))
+        loss = more[0].contrastive + more[0].distill
+    else:
+        per_pair = per_pair if losses.distill is None else per_pair + losses.distill
+        loss = call.reduce(per_pair, losses.stats, rings.keys, share=share)
+    if losses.batch is not None:
+        more.append(losses.batch)
+    return (loss, *more) if more else loss
 
 
 @overload

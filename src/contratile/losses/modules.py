@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from contratile.keywords import known_keywords, names_of, passing_on, unknown_keyword
 from contratile.losses import functional
+from contratile.losses.beside import LossTerms
 from contratile.losses.functional import Keywords
 from contratile.losses.options import Ids
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from contratile.engine.spec import SameId
+    from contratile.engine.spec import GuideMargin, SameId
     from contratile.losses.directions import Direction, HardnessMode, PartitionMode
 
     class ContrastKeywords(Keywords, total=False):
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
         matryoshka_weights: Sequence[float] | None
         matryoshka_normalize: bool
         return_stats: bool
+        return_terms: bool
+        teacher_weight: float
+        teacher_temperature: float
+        guide_margin: float
+        guide_margin_strategy: GuideMargin
 
     class SigmoidKeywords(Keywords, total=False):
         """Options of `SigLipLoss` that stay the same from batch to batch."""
@@ -75,11 +81,14 @@ class ClipLoss(_Loss):
 
     Args:
         keywords: Options of `clip_loss` that stay the same: group, reduction, backend, tile, cache_bytes, precision,
-            ring, same_id, margin, label_smoothing, return_stats.
+            ring, same_id, margin, label_smoothing, teacher_weight, teacher_temperature, guide_margin,
+            guide_margin_strategy, matryoshka_dims, matryoshka_weights, matryoshka_normalize,
+            return_stats, return_terms.
 
     Call: `loss(image_features, text_features, logit_scale=1.0, output_dict=False, **negatives)`, where `negatives` are
-    tensors of the batch: ids, extra_keys, extra_ids, hard_negatives, hard_mask, weights. With `output_dict=True` it
-    returns {"contrastive_loss": loss}, as in open_clip.
+    tensors of the batch: ids, extra_keys, extra_ids, hard_negatives, hard_mask, weights, biases, and what a teacher or
+    a guide brings. With `output_dict=True` it returns {"contrastive_loss": loss}, as in open_clip; with `return_terms`
+    the two terms as "contrastive_loss" and "distill_loss".
 
     Examples:
         >>> import torch, contratile as ct
@@ -110,11 +119,13 @@ class InfoNCE(_Loss):
         scale: A fixed scale. Pass a learned one to the call.
         keywords: Options of `info_nce` that stay the same: group, reduction, backend, tile, cache_bytes, precision,
             ring, same_id, in_batch_negatives, share_hard_negatives, directions, partition_mode, hardness_mode,
-            hardness_strength, margin, label_smoothing, return_stats.
+            hardness_strength, margin, label_smoothing, teacher_weight, teacher_temperature, guide_margin,
+            guide_margin_strategy, matryoshka_dims, matryoshka_weights, matryoshka_normalize,
+            return_stats, return_terms.
 
     Call: `loss(query, key, scale=None, labels=None, output_dict=False, **negatives)`, where `negatives` are tensors of
     the batch: ids, extra_keys, extra_ids, hard_negatives, hard_mask, hard_ids, key_bias, extra_bias, hard_bias,
-    weights.
+    weights, and what a teacher or a guide brings.
 
     Examples:
         >>> import torch, contratile as ct
@@ -208,7 +219,7 @@ class SigLipLoss(_Loss):
 
     Args:
         keywords: Options of `siglip_loss`: group, reduction, backend, tile, cache_bytes, precision, ring, same_id,
-            return_stats.
+            matryoshka_dims, matryoshka_weights, matryoshka_normalize, return_stats.
 
     Call: `loss(image_features, text_features, logit_scale, logit_bias, output_dict=False, ids=None)`.
 
@@ -236,11 +247,15 @@ class SigLipLoss(_Loss):
         return _answer(loss, output_dict)
 
 
-def _answer(loss: Tensor | tuple[Tensor, Any], output_dict: bool) -> Any:
-    """The loss, or open_clip's dictionary with the statistics, if any, by name."""
+def _answer(loss: Tensor | tuple[Any, ...], output_dict: bool) -> Any:
+    """The loss, or open_clip's dictionary with its terms and the statistics, if any, by name."""
     if not output_dict:
         return loss
-    if isinstance(loss, Tensor):
-        return {"contrastive_loss": loss}
-    value, stats = loss
-    return {"contrastive_loss": value} | {name: x for name, x in stats._asdict().items() if x is not None}
+    value, *more = (loss,) if isinstance(loss, Tensor) else loss
+    found = {"contrastive_loss": value}
+    for record in more:
+        if isinstance(record, LossTerms):
+            found = {"contrastive_loss": record.contrastive, "distill_loss": record.distill}
+        else:
+            found |= {name: x for name, x in record._asdict().items() if x is not None}
+    return found

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from contratile.engine.backends import BACKENDS, registry
 from contratile.engine.backends.precision import PRECISIONS
-from contratile.engine.spec import SAME_ID, PairStats, SameId, Spec
+from contratile.engine.spec import SAME_ID, GuideMargin, PairStats, SameId, Spec
 from contratile.errors import (
     bad_type,
     bad_value,
@@ -24,6 +24,7 @@ from contratile.errors import (
     check_transform,
     check_vector,
 )
+from contratile.losses.beside import Guide, Teacher, check_guide, check_teacher, features_of, named_models
 from contratile.losses.directions import ONE_TYPE, Directions
 from contratile.losses.matryoshka import Matryoshka, check_matryoshka
 from contratile.losses.normalized import look_once
@@ -96,6 +97,7 @@ class Call(NamedTuple):
         spec = self.spec
         names = "extra_keys", "hard_negatives", "key_bias", "extra_bias", "hard_bias"
         more = [getattr(self.options, name, None) for name in names]
+        more += [] if self.options is None else features_of(self.options)
         check_transform(self.name, spec.backend, (*self.features.values(), *self.numbers.values(), *more))
         check_features(self.features, empty=team.size > 1)
         check_choice("reduction", self.reduction, REDUCTIONS)
@@ -180,6 +182,16 @@ class PairOptions(NamedTuple):
             return None
         return Matryoshka.of(self.matryoshka_dims, self.matryoshka_weights, self.matryoshka_normalize)
 
+    teacher: Teacher | None = None
+    teacher_weight: float = 1.0
+    teacher_temperature: float = 1.0
+    return_terms: bool = False
+    guide: Guide | None = None
+    guide_margin: float = 0.0
+    guide_margin_strategy: GuideMargin = "absolute"
+    extra_guide: Tensor | None = None
+    hard_guide: Tensor | None = None
+
     @property
     def several_sources(self) -> bool:
         """Whether queries get gradients from several calls."""
@@ -226,6 +238,8 @@ class PairOptions(NamedTuple):
             directions=bool(set(ONE_TYPE) & self.more.names),
             hardness_mode=bool(self.more.hardness),
         )
+        check_teacher(self, query, key)
+        check_guide(self, query, key)
         if self.weights is not None:
             check_weights(self.weights, len(query), query.device)
 
@@ -406,7 +420,7 @@ class PairOptions(NamedTuple):
             used += [f"{self.hard_negatives.shape[1]} hard negatives", *shared]
         more = () if self.more == Directions() else self.more
         nested = () if self.matryoshka is None else self.matryoshka
-        return " ".join([*used, *map(str, (*values, *more, *nested))])
+        return " ".join([*used, *map(str, (*values, *more, *nested, *named_models(self)))])
 
 
 def check_weights(weights: Tensor, n: int, device: torch.device) -> None:

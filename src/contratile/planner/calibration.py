@@ -9,7 +9,6 @@ caches how fast operators are. Both are fitted as lines through two chunks and e
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,6 +20,7 @@ from contratile.grad_cache import GradCache
 from contratile.grad_cache.chunks import Nest, map_tensors
 from contratile.host_memory import peak_growth
 from contratile.losses.modules import ClipLoss
+from contratile.planner.cpu_rates import process_clock
 from contratile.planner.devices import Devices
 from contratile.planner.encoder_cost import DTYPES, Precision
 from contratile.planner.memory import device_memory
@@ -128,15 +128,16 @@ def _step(
     """The peak of two steps beyond what there was before, gradients included, and the seconds of the faster one."""
     cache = GradCache(encoders, ClipLoss(group=None), chunk_size=1 << 30, group=None)
     seconds: list[float] = []
+    clock = process_clock()
 
     def steps() -> None:
         for _ in range(REPEATS):
-            start = time.perf_counter()
+            start = clock()
             for p, _ in parameters:
                 p.grad = None
             with torch.autocast("cpu", dtype=DTYPES[precision], enabled=precision != "fp32"):
                 cache.step(*(x if isinstance(x, tuple | dict) else (x,) for x in inputs), logit_scale=10.0)
-            seconds.append(time.perf_counter() - start)
+            seconds.append(clock() - start)
 
     for p, _ in parameters:
         p.grad = None

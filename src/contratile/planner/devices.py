@@ -2,7 +2,7 @@
 
     parse_devices("4x8xH100")         # 4 nodes of 8
     parse_devices("8xA800-80G")
-    parse_devices("cpu")              # this machine; its rates are measured, which takes about a second
+    parse_devices("cpu")              # this machine; its rates are measured, which takes a second or two
 
 GPUs come from the one table (`gpus.find`); whatever is passed by hand replaces what the table says.
 """
@@ -10,15 +10,14 @@ GPUs come from the one table (`gpus.find`); whatever is passed by hand replaces 
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
 from contratile.errors import bad_value
 from contratile.host_memory import available_bytes, returns_freed
+from contratile.planner.cpu_rates import CpuClock, CpuRates, cpu_rates, mapped_from
 from contratile.planner.gpus import Gpu, find
 from contratile.planner.tile_time import DEFAULT
 
@@ -31,7 +30,7 @@ NETWORK = 25e9
 """Assumed: bytes per second of each device's link to other nodes, 200 Gbit/s."""
 HOST_SHARE = 2.0
 """Assumed: host memory of a node over the device memory of its GPUs."""
-CPU_OPERATOR, GPU_OPERATOR = 8e-6, 6e-6
+GPU_OPERATOR = 6e-6
 """Assumed: seconds that an operator takes besides its work."""
 
 
@@ -70,6 +69,9 @@ class Devices:
     """The entry of the table, if there is one."""
 
     on_cpu: bool = False
+    cpu: CpuRates | None = None
+    """What a CPU reaches by kind and size of operators, all its processes together."""
+
     keeps_freed: bool = False
     """On a CPU: malloc keeps freed memory, as it does unless it is told otherwise (`host_memory.returns_freed`)."""
 
@@ -84,6 +86,13 @@ class Devices:
     def usable(self) -> float:
         """Bytes of a device for the run."""
         return self.memory - self.reserve
+
+    def clock(self, precision: str) -> CpuClock | None:
+        """Estimates the seconds of a CPU's operators; None on other devices."""
+        if self.cpu is None:
+            return None
+        flops = self.flops[precision] * self.per_node
+        return CpuClock(self.cpu, flops, mapped_from=mapped_from(self.keeps_freed), sharing=self.per_node)
 
 
 def parse_devices(
@@ -215,7 +224,8 @@ def _cpus(nodes: int, per_node: int, given: _ByHand) -> Devices:
         host_memory=total,
         flops=given.rates(share),
         bandwidth=rates.bandwidth / per_node,
-        operator_seconds=CPU_OPERATOR,
+        operator_seconds=rates.operator,
+        cpu=rates,
         link=given.link or rates.bandwidth / 4 / per_node,
         network=given.network or NETWORK,
         on_cpu=True,
@@ -230,35 +240,3 @@ def _cpus(nodes: int, per_node: int, given: _ByHand) -> Devices:
 
 def _name(nodes: int, per_node: int, kind: str) -> str:
     return f"{nodes}x{per_node}x{kind}" if nodes > 1 else f"{per_node}x{kind}"
-
-
-@dataclass(frozen=True)
-class CpuRates:
-    """What this machine reaches."""
-
-    flops: Mapping[str, float]
-    bandwidth: float
-
-
-@cache
-def cpu_rates() -> CpuRates:
-    """Measure large products and copies of this machine: the best of a few, about a second in all."""
-    found = {}
-    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        size = 1024 if precision == "fp32" else 512
-        a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
-        found[precision] = 2.0 * size**3 / _best(lambda a=a, b=b: a @ b)
-    found["fp16"] = found["bf16"]
-    source = torch.empty(8 << 20)
-    target = torch.empty_like(source)
-    return CpuRates(found, 2.0 * source.nbytes / _best(lambda: target.copy_(source)))
-
-
-def _best(work: object, calls: int = 5) -> float:
-    assert callable(work)
-    times = []
-    for _ in range(calls):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return min(times)

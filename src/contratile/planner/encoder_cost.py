@@ -25,6 +25,7 @@ from contratile.grad_cache.chunks import Nest, call, count_rows, map_tensors, te
 from contratile.models.base import Pixels
 from contratile.models.pretrained import first_line
 from contratile.models.towers import LockedTowerHead, Tower
+from contratile.planner.cpu_rates import CpuClock
 from contratile.planner.live_bytes import LiveBytes
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -64,6 +65,11 @@ class PassCost:
 
     forward_operators: float
     backward_operators: float
+
+    encode_seconds: float
+    forward_seconds: float
+    backward_seconds: float
+    """On a CPU whose rates are known, otherwise 0: forward pass without gradients, with them, and backward pass."""
 
     input_bytes: float
     """The chunk's inputs."""
@@ -114,6 +120,7 @@ def encoder_cost(
     rows: tuple[int, int],
     precision: Precision = "fp32",
     on_cpu: bool = True,
+    clock: CpuClock | None = None,
     notify: Callable[[str], object] = lambda text: None,
 ) -> EncoderCost:
     """Count what chunks cost in an encoder.
@@ -125,6 +132,7 @@ def encoder_cost(
         precision: Of the encoder: with 16 bits it runs under autocast.
         on_cpu: Count the attention of a CPU; otherwise attention with dropout is counted as the fused kernels of GPUs
             do it, without its matrix of weights.
+        clock: Estimates the seconds of operators on a CPU.
         notify: Called with a line about progress.
 
     Raises:
@@ -133,7 +141,7 @@ def encoder_cost(
     counted = []
     for size in dict.fromkeys(rows):
         notify(f"counting a chunk of {size:,}")
-        counted.append(_passes(module, inputs, size, precision, on_cpu))
+        counted.append(_passes(module, inputs, size, precision, on_cpu, clock))
     parameters = list(module.parameters())
     return EncoderCost(
         weight_bytes=sum(x.nbytes for x in dict.fromkeys([*parameters, *module.buffers()])),
@@ -157,7 +165,9 @@ def _listed(module: nn.Module) -> Iterator[nn.Module]:
             yield from part
 
 
-def _passes(module: nn.Module, inputs: Nest, rows: int, precision: Precision, on_cpu: bool) -> tuple[PassCost, int]:
+def _passes(
+    module: nn.Module, inputs: Nest, rows: int, precision: Precision, on_cpu: bool, clock: CpuClock | None
+) -> tuple[PassCost, int]:
     with fake_tensors() as fake:
         encoder = fake_module(module)
         for part in encoder.modules():
@@ -167,10 +177,10 @@ def _passes(module: nn.Module, inputs: Nest, rows: int, precision: Precision, on
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
         chunk = fake_rows(inputs, rows)
-        both = LiveBytes(HOLE_SHARE)
+        both = LiveBytes(HOLE_SHARE, clock)
         with both, _running(precision, on_cpu):
             features = _features(encoder, chunk, rows)
-            encode_peak, forward = both.peak, _work(both)
+            encode_peak, forward, grown = both.peak, _work(both), both.grown_seconds
             width, held = features.shape[1], features.nbytes
             if not on_cpu and isinstance(module, Tower | LockedTowerHead):
                 held = 4 * features.numel()  # autocast of GPUs normalises in fp32
@@ -186,6 +196,7 @@ def _passes(module: nn.Module, inputs: Nest, rows: int, precision: Precision, on
         unreused=max(0.0, both.peak_with_holes - both.peak),
         input_bytes=sum(x.nbytes for x in tensors_of(chunk)),
         feature_bytes=held,
+        encode_seconds=forward["seconds"] - grown,
         **{f"forward_{name}": count for name, count in forward.items()},
         **{f"backward_{name}": work[name] - count for name, count in forward.items()},
     ), width
@@ -196,7 +207,7 @@ def _blank_pixels(pixels: Tensor) -> Tensor:
 
 
 def _work(live: LiveBytes) -> dict[str, float]:
-    names = ("flops", "product_bytes", "moved", "operators")
+    names = ("flops", "product_bytes", "moved", "operators", "seconds")
     return {name: float(getattr(live, name)) for name in names}
 
 

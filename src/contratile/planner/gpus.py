@@ -189,7 +189,11 @@ def find(name: str) -> Gpu:
     if begun:
         return max(begun, key=lambda match: match[:2])[2]
     known = ", ".join(gpu.name for gpu in all_gpus())
-    bad_value("gpu", expected=f"one of {known}", got=repr(name), remedy="Describe another one as a `planner.gpus.Gpu`.")
+    remedy = (
+        "Describe another one: contratile plan --devices 8 --device-memory GB --device-flops TFLOPS, or in Python a "
+        "`planner.gpus.Gpu`."
+    )
+    bad_value("gpu", expected=f"one of {known}", got=repr(name), remedy=remedy)
 
 
 def _words(name: str) -> list[str]:

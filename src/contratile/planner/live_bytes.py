@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from contratile.planner.cpu_rates import CpuClock
+
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves modes unannotated
     """Counts the bytes of all storages that operators make while it is active.
@@ -32,11 +34,16 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         product_bytes: Bytes that those operators read and wrote.
         moved: Bytes that all other operators read and wrote, views not counted.
         operators: Operators that read or wrote anything.
+        seconds: Of all operators, as a clock estimates them.
+        grown_seconds: How many of them touch memory that later passes of the same size need not touch anew: what a pass
+            without gradients, which keeps nothing, does not grow by.
     """
 
-    def __init__(self, hole_share: float = 0.0) -> None:
+    def __init__(self, hole_share: float = 0.0, clock: CpuClock | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.hole_share = hole_share
+        self.hole_share, self.clock = hole_share, clock
+        self.seconds = self.grown_seconds = 0.0
+        self._small = self._most_small = 0
         self.now = self.peak = self.flops = self.product_bytes = self.moved = self.operators = 0
         self.holes = self.peak_with_holes = 0.0
         self._alive: dict[int, tuple[Any, int]] = {}
@@ -65,7 +72,21 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         size = storage.nbytes()
         self._alive[key] = weakref.ref(storage, lambda _: self._remove(key)), size
         self.now += size
+        self._touch(size)
         self._note()
+
+    def _touch(self, size: int) -> None:
+        """Large tensors get new pages; small ones do if they make the heap grow."""
+        if self.clock is None:
+            return
+        if size >= self.clock.mapped_from:
+            self.seconds += self.clock.faults(size)
+            return
+        self._small += size
+        if self._small > self._most_small:
+            seconds = self.clock.faults(self._small - self._most_small)
+            self._most_small = self._small
+            self.seconds, self.grown_seconds = self.seconds + seconds, self.grown_seconds + seconds
 
     def _remove(self, key: int) -> None:
         _, size = self._alive.pop(key)
@@ -74,6 +95,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         else:  # a backward pass: what surrounded the holes goes, and they with it
             self.holes *= max(0, self.now - size) / self.now if self.now else 0.0
         self.now -= size
+        if self.clock is not None and size < self.clock.mapped_from:
+            self._small -= size
         self._note()
 
     def _note(self) -> None:
@@ -85,11 +108,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
 
         size = sum(x.numel() * x.element_size() for x in touched)
         count = flop_registry.get(func._overloadpacket, _CPU_ATTENTION.get(func._overloadpacket))
+        flops = 0 if count is None else int(count(*args, **kwargs, out_val=found))
         if count is None:
             self.moved += size
         else:
-            self.flops += int(count(*args, **kwargs, out_val=found))
+            self.flops += flops
             self.product_bytes += size
+        if self.clock is not None:
+            self.seconds += self.clock(func._overloadpacket.__name__, args, touched, flops)
         self.operators += 1
 
 

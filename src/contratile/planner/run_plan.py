@@ -90,7 +90,8 @@ class Plan:
             found[name] |= {"peak": _plain(kind.peak), "phase": kind.phase, "left": _plain(kind.left)}
         found |= {"fits": self.fits, "steps_per_epoch": self.steps_per_epoch}
         found["time"] |= {"seconds": self.time.seconds, "samples_per_second": self.time.samples_per_second}
-        found["devices"].pop("gpu")
+        for name in ("gpu", "cpu"):
+            found["devices"].pop(name)
         return found
 
     def __str__(self) -> str:
@@ -194,7 +195,7 @@ def plan(
         offload=offload,
         sides=(costs[0], costs[1]),
         loss=loss or LossFacts(),
-        optimizer=count_optimizer([side.module for side in sides], make, called),
+        optimizer=count_optimizer([side.module for side in sides], make, called, where.clock("fp32")),
         host_bytes=host_bytes,
     )
     if sides[0].module is sides[1].module and costs[0] is not costs[1]:
@@ -301,6 +302,7 @@ def _costs(
             rows=rows,
             precision=precision,
             on_cpu=devices.on_cpu,
+            clock=devices.clock(precision),
             notify=lambda text: notify(f"{name} encoder: {text}"),
         )
 

@@ -3,8 +3,9 @@
     found = step_seconds(workload, devices)
     found.seconds, [(term.name, term.seconds) for term in found.terms]
 
-Products run at the rate that large products reach, or at the speed of memory where their operands are larger than their
-work; every other operator reads and writes its tensors once, at the speed of memory; each costs a fixed time besides.
+On a GPU products run at the rate that large products reach, or at the speed of memory where their operands are larger
+than their work; every other operator reads and writes its tensors once, at the speed of memory; each costs a fixed time
+besides. On a CPU every operator was estimated by its shape, from measured rates, when it was counted (`cpu_rates`).
 """
 
 from __future__ import annotations
@@ -27,9 +28,6 @@ HOST_LINK = 20e9
 """Assumed: bytes per second between a device and its host, PCIe 4 in practice."""
 DISK = 2e9
 """Assumed: bytes per second of the disk that chunks are offloaded to, per node."""
-CPU_MOVED = 0.45
-"""Assumed: traffic of a CPU's operators at the measured speed of copies, over what their tensors add up to: part of
-them is still in the cache. Not fitted yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +74,17 @@ def step_seconds(work: Workload, devices: Devices) -> StepSeconds:
     for cost, rows in work.rows:
         chunk = cost.at(min(work.chunk, rows))
         times = rows / chunk.rows
-        ahead, back = pass_seconds(chunk, devices, work.precision)
-        first += times * ahead
+        encode, ahead, back = pass_seconds(chunk, devices, work.precision)
+        first += times * encode
         products += times * chunk.forward_flops
         if cost.trained:
             second += times * ahead
             backward += times * back
             products += times * (chunk.forward_flops + chunk.backward_flops)
+    if devices.cpu is not None and work.ranks == 1:  # gradients are new tensors in every step
+        clock = devices.clock(work.precision)
+        assert clock is not None
+        backward += clock.faults(sum(cost.trained_bytes for cost in work.encoders))
     encoders = first + second + backward
     rate = devices.flops[work.precision]
     loss, how = loss_seconds(work, devices)
@@ -96,8 +98,9 @@ def step_seconds(work: Workload, devices: Devices) -> StepSeconds:
         *transfers.terms,
         TimeTerm(
             name="update",
-            seconds=moved * (CPU_MOVED if devices.on_cpu else 1.0) / devices.bandwidth,
-            how=f"{work.optimizer.name}: {moved / 1e9:.2f} GB read and written",
+            seconds=work.optimizer.seconds / (work.ranks if work.fsdp else 1) or moved / devices.bandwidth,
+            how=f"{work.optimizer.name}: {moved / 1e9:.2f} GB read and written"
+            + (", gradients clipped" if work.optimizer.seconds else ""),
         ),
     ]
     return StepSeconds(
@@ -109,17 +112,18 @@ def step_seconds(work: Workload, devices: Devices) -> StepSeconds:
     )
 
 
-def pass_seconds(chunk: PassCost, devices: Devices, precision: str) -> tuple[float, float]:
-    """Seconds of the forward and of the backward pass of a chunk."""
+def pass_seconds(chunk: PassCost, devices: Devices, precision: str) -> tuple[float, float, float]:
+    """Seconds of a chunk's forward pass without gradients, forward pass with them, and backward pass."""
+    if chunk.forward_seconds:
+        return chunk.encode_seconds, chunk.forward_seconds, chunk.backward_seconds
     found = []
-    share = CPU_MOVED if devices.on_cpu else 1.0
     for way in ("forward", "backward"):
         flops, product_bytes, moved, operators = (
             getattr(chunk, f"{way}_{name}") for name in ("flops", "product_bytes", "moved", "operators")
         )
         products = max(flops / devices.flops[precision], product_bytes / devices.bandwidth)
-        found.append(products + share * moved / devices.bandwidth + operators * devices.operator_seconds)
-    return found[0], found[1]
+        found.append(products + moved / devices.bandwidth + operators * devices.operator_seconds)
+    return found[0], found[0], found[1]
 
 
 def loss_seconds(work: Workload, devices: Devices) -> tuple[float, str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from contratile.planner.cpu_rates import CpuClock
 from contratile.planner.encoder_cost import EncoderCost, Precision, fake_module, fake_tensors
 from contratile.planner.live_bytes import LiveBytes
 from contratile.ring.nodes import RingKind
@@ -30,6 +31,9 @@ class OptimizerCost:
 
     moved: float
     """Bytes read and written."""
+
+    seconds: float = 0.0
+    """On a CPU whose rates are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,27 +123,35 @@ class Workload:
         return one.feature_bytes / (one.rows * self.width)
 
 
-def count_optimizer(modules: Iterable[nn.Module], make: MakeOptimizer, name: str) -> OptimizerCost:
+def count_optimizer(
+    modules: Iterable[nn.Module], make: MakeOptimizer, name: str, clock: CpuClock | None = None
+) -> OptimizerCost:
     """Count what an optimiser holds and moves, by running one update on fake tensors.
 
     Args:
         modules: What is trained.
         make: Makes the optimiser of a module.
         name: What the plan calls it.
+        clock: Estimates the seconds of operators on a CPU; those of the second update count, and
+            of clipping the gradients.
     """
     with fake_tensors():
         model = fake_module(nn.ModuleList(dict.fromkeys(modules)))
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
-        live = LiveBytes()
+        live = LiveBytes(clock=clock)
         with live, torch.no_grad():
             optimizer = make(model)
             optimizer.step()
-            held = live.now
+            held, first = live.now, live.seconds
             found = OptimizerCost(
                 name=name, state_bytes=held, temporary_bytes=max(0, live.peak - held), moved=float(live.moved)
             )
+            if clock is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                found = replace(found, seconds=live.seconds - first)
         del optimizer
     return found
 

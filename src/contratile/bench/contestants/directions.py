@@ -53,5 +53,6 @@ def theirs(scale: float) -> LossFunction:
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
     model: Any = torch.nn.Sequential(torch.nn.Identity())  # embeddings are given: no model is run
-    loss = MultipleNegativesRankingLoss(model, scale=scale, directions=FOUR)
+    directions: Any = FOUR
+    loss = MultipleNegativesRankingLoss(model, scale=scale, directions=directions)
     return lambda *columns: loss.compute_loss_from_embeddings(list(columns), torch.empty(0))

@@ -40,6 +40,7 @@ LABELS = {
     "contratile_ids": "contratile, ids",
     "contratile_positives": "contratile, ids as positives",
     "contratile_margin": "contratile, margin",
+    "contratile_loop": "contratile, a call for each dimension",
     "contratile_nodes": "contratile, ring over nodes",
     "inf_cl": "Inf-CL",
     "dense": "dense (N x N logits)",

@@ -20,6 +20,22 @@ from contratile.engine.spec import Spec
 from contratile.engine.stats import SideParts
 
 
+class Beside(NamedTuple):
+    """Features of another model, whose products tiles look at beside the scores."""
+
+    q: Tensor
+    k: Tensor
+    factor: Tensor
+    """0-d: multiplies the products."""
+
+    row: Tensor | None
+    col: Tensor | None
+    """Of a teacher, the centres of rows and columns (`stats.Taught`). Of a guide, its products of their positives."""
+
+    pos: Tensor | None = None
+    """Receives the teacher's scores of the rows' positives in the forward pass."""
+
+
 class Scores(NamedTuple):
     """What the scores of a block are made of, and how they are cut into tiles."""
 
@@ -54,6 +70,11 @@ class Scores(NamedTuple):
 
     prefixes: Prefixes = Prefixes()
     """Which prefixes of the features have scores of their own; only all features, as a rule."""
+    teacher: Beside | None = None
+    """Its softmax weighs the scores in `SideParts.cross`."""
+
+    guide: Beside | None = None
+    """Its products decide which pairs count: see `PairRule.within`."""
 
     hardness: Tensor | None = None
     """0-d: the factor of the products that rows read instead of alpha, except at positives."""
@@ -99,6 +120,8 @@ class Given(NamedTuple):
     col_sums: Tensor | None = None
     """Gradients of the sums of scores."""
 
+    teacher: Taughts | None = None
+
     def by_prefix(self, prefixes: Prefixes) -> list[Given]:
         """One for each prefix; itself if there is one, of all features."""
         if not prefixes.asked:
@@ -113,6 +136,15 @@ class Given(NamedTuple):
             )
             for at in range(len(prefixes.blocks))
         ]
+
+
+class Taughts(NamedTuple):
+    """What the gradients of `SideStats.cross` are made from."""
+
+    row: SideGrad | None
+    col: SideGrad | None
+    pos: Tensor
+    """The teacher's scores of the positives."""
 
 
 class Gradients(NamedTuple):

@@ -6,8 +6,10 @@ It is plain PyTorch, so it also has what tiles do not: second derivatives, forwa
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from contratile import reference
 from contratile.engine.spec import Inputs, PairStats, SideStats, Spec
@@ -48,6 +50,11 @@ def pair_stats(x: Inputs, spec: Spec) -> PairStats:
             same_id=spec.same_id,
             without_labelled=spec.sums == "same",
             hardness=spec.hardness,
+            teacher=_beside(acc, x.teacher_query, x.teacher_key, x.teacher_scale),
+            guide=_beside(acc, x.guide_query, x.guide_keys),
+            guide_level=x.guide_level,
+            guide_margin=spec.guide_margin,
+            guide_relative=spec.guide_relative,
         )
     row, col = (
         SideStats(
@@ -56,10 +63,11 @@ def pair_stats(x: Inputs, spec: Spec) -> PairStats:
             counts=found.get(f"{side}_counts") if spec.sums else None,
             higher=found.get(f"{side}_higher"),
             equal=found.get(f"{side}_equal"),
+            cross=found.get(f"{side}_cross"),
         )
         for side in ("row", "col")
     )
-    return PairStats(row, col, found.get("pos"), found.get("level"))
+    return PairStats(row, col, found.get("pos"), found.get("level"), guide_level=found.get("guide_level"))
 
 
 def _by_prefix(x: Inputs, spec: Spec) -> PairStats:
@@ -70,3 +78,8 @@ def _by_prefix(x: Inputs, spec: Spec) -> PairStats:
         query, key = (reference.prefix(side.to(acc), dim, spec.normalize) for side in (x.query, x.key))
         found.append(pair_stats(x._replace(query=query, key=key), spec._replace(dims=None)).tensors())
     return PairStats.of([None if xs[0] is None else torch.stack(xs, -1) for xs in zip(*found, strict=True)])
+
+
+def _beside(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Any, ...] | None:
+    """Another model's features in the accumulation dtype."""
+    return None if tensors[0] is None else tuple(None if x is None else x.to(dtype) for x in tensors)

@@ -23,6 +23,8 @@ NOT_COVERED: dict[str, Callable[[Inputs, Spec], bool]] = {
     "float64": lambda x, spec: x.query.dtype == torch.float64,
     "softplus of one set": lambda x, spec: spec.reduce == "softplus" and x.key is None,
     "matryoshka_dims": lambda x, spec: bool(spec.prefixes),
+    "a teacher": lambda x, spec: x.teacher_query is not None,
+    "a guide": lambda x, spec: x.guide_query is not None,
 }
 """What the kernels do not cover."""
 

@@ -67,18 +67,18 @@ def sides_of(tile: Tile, row: _T | None, col: _T | None) -> list[tuple[int, _T, 
 # maximum (or log-sum-exp) as shift, which is exact for every finite input.
 
 _NO_LEVEL = torch.zeros(())
-_SPAN = {torch.float32: 60.0, torch.float64: 480.0}
+SPAN = {torch.float32: 60.0, torch.float64: 480.0}
 
 
-def _shared_shift(low: float, high: float, dtype: torch.dtype) -> float | None:
+def shared_shift(low: float, high: float, dtype: torch.dtype) -> float | None:
     """A shift within SPAN of all levels from low to high, or None. 0 saves a subtraction."""
-    span = _SPAN[dtype]
+    span = SPAN[dtype]
     if -span <= low and high <= span:
         return 0.0
     return high if high - low <= span else None
 
 
-def _exp2(s_RC: Tensor, shift: Tensor | float, out: Tensor) -> Tensor:
+def exp2(s_RC: Tensor, shift: Tensor | float, out: Tensor) -> Tensor:
     if isinstance(shift, float) and shift == 0.0:
         return torch.exp2(s_RC, out=out)
     return torch.sub(s_RC, shift, out=out).exp2_()
@@ -142,9 +142,9 @@ class LseReader:
     ) -> None:
         """With limits, tiles are products, and `score_` turns those that count into scores."""
         self.rule, self.row, self.col, self.score_ = rule, row, col, score_
-        self.shift: float | None = 0.0
-        if any(side is not None and side.limit is not None for side in (row, col)):
-            self.shift = None
+        self.by: Tensor | None = None  # compared with limits instead of the tile
+        self.shares = all(side is None or side.limit is None for side in (row, col))
+        self.shift: float | None = 0.0 if self.shares else None
 
     def read(self, s_RC: Tensor, spare_RC: Tensor, tile: Tile) -> None:
         sides = sides_of(tile, self.row, self.col)
@@ -158,10 +158,11 @@ class LseReader:
                 else self._below(part(side.limit, index).unsqueeze(dim), s_RC, spare_RC, tile)
             )
             peaks.append(counted.amax(dim).clamp_min_(lowest(s_RC.dtype)))
-            side.merge_(index, peaks[-1], _exp2(counted, peaks[-1].unsqueeze(dim), spare_RC).sum(dim))
-        if s_RC.is_cpu and all(side.limit is None for _, side, _ in sides) and peaks:
+            side.merge_(index, peaks[-1], exp2(counted, peaks[-1].unsqueeze(dim), spare_RC).sum(dim))
+            self.seen(spare_RC, dim, side, index, peaks[-1])
+        if s_RC.is_cpu and self.shares and peaks:
             low, high = torch.cat(peaks).aminmax()
-            better = _shared_shift(low.item(), high.item(), s_RC.dtype)
+            better = shared_shift(low.item(), high.item(), s_RC.dtype)
             if better != self.shift:
                 for _, side, _ in sides:
                     side.flush(self.shift)
@@ -169,24 +170,30 @@ class LseReader:
 
     def _read_shared(self, s_RC: Tensor, e_RC: Tensor, sides: list[tuple[int, Sums, slice]]) -> bool:
         assert self.shift is not None
-        _exp2(s_RC, self.shift, e_RC)
-        totals = [e_RC.sum(dim) for dim, _, _ in sides]
+        exp2(s_RC, self.shift, e_RC)
+        totals = self._totals(e_RC, sides)
         bounds = [bound.item() for bound in torch.cat(totals).aminmax()] if totals else []
-        limit = 2 ** _SPAN[s_RC.dtype]
+        limit = 2 ** SPAN[s_RC.dtype]
         # min and max would pass over a NaN; the upper bound leaves room for the sums of many tiles.
         if not all(1 / limit <= bound <= limit**1.5 for bound in bounds):
             return False
-        for (_, side, index), total in zip(sides, totals, strict=True):
+        for (dim, side, index), total in zip(sides, totals, strict=True):
             side.add_(index, total)
+            self.seen(e_RC, dim, side, index, None)
         return True
+
+    def _totals(self, e_RC: Tensor, sides: list[tuple[int, Sums, slice]]) -> list[Tensor]:
+        return [e_RC.sum(dim) for dim, _, _ in sides]
+
+    def seen(self, e_RC: Tensor, dim: int, side: Sums, index: slice, level: Tensor | None) -> None:
+        """Called for the exponentials that were just added to a side, at a level or at the shared shift."""
 
     def _below(self, limit: Tensor, s_RC: Tensor, out: Tensor, tile: Tile) -> Tensor:
         """The scores of the positives and of all products up to a limit."""
-        out.copy_(s_RC).masked_fill_(s_RC > limit, -torch.inf)
+        out.copy_(s_RC).masked_fill_((s_RC if self.by is None else self.by) > limit, -torch.inf)
         for at, true in zip(self.rule.places(out, tile), self.rule.places(s_RC, tile), strict=True):
             at.put_(true.get())
-        assert self.score_ is not None
-        return self.score_(out, tile)
+        return out if self.score_ is None else self.score_(out, tile)
 
     def parts(self) -> tuple[SideParts, SideParts]:
         row, col = (SideParts() if x is None else SideParts(*x.finish(self.shift)) for x in (self.row, self.col))
@@ -242,6 +249,7 @@ class LseWeights:
         `mirrored`: scores are symmetric, so rows are columns too. With limits, tiles are products, and `factor` times
         the products plus `col_bias` are the scores."""
         self.row, self.col, self.factor, self.col_bias = row, col, factor, col_bias
+        self.by: Tensor | None = None  # compared with limits instead of the tile
         labels = rule.labels
         if labels is None or pos is None:
             return
@@ -283,18 +291,19 @@ class LseWeights:
         if len(sides) == 2 and s_RC.is_cpu and unlimited:
             (_, down, rows_at), (_, across, cols_at) = sides
             (low, high), (other_low, other_high) = down.bounds(rows_at), across.bounds(cols_at)
-            shift = _shared_shift(min(low, other_low), max(high, other_high), s_RC.dtype)
+            shift = shared_shift(min(low, other_low), max(high, other_high), s_RC.dtype)
             if shift is not None:
                 rows, cols = part(down.weights(shift), rows_at), part(across.weights(shift), cols_at)
-                _exp2(s_RC, shift, g_RC).mul_(torch.add(rows.unsqueeze(1), cols, out=spare_RC))
+                exp2(s_RC, shift, g_RC).mul_(torch.add(rows.unsqueeze(1), cols, out=spare_RC))
                 return
         # The last side is written first, to scratch: writing g may overwrite s.
         for (dim, side, index), out in reversed(list(zip(sides, (g_RC, spare_RC), strict=False))):
-            dropped = None if side.limit is None else s_RC > part(side.limit, index).unsqueeze(dim)
+            by_RC = s_RC if self.by is None else self.by
+            dropped = None if side.limit is None else by_RC > part(side.limit, index).unsqueeze(dim)
             scaled_RC = s_RC if self.factor is None else torch.mul(s_RC, self.factor, out=out)
             if self.factor is not None and self.col_bias is not None:
                 scaled_RC = scaled_RC.add_(part(self.col_bias, tile.cols))
-            _exp2(scaled_RC, part(side.lse2, index).unsqueeze(dim), out).mul_(part(side.grad, index).unsqueeze(dim))
+            exp2(scaled_RC, part(side.lse2, index).unsqueeze(dim), out).mul_(part(side.grad, index).unsqueeze(dim))
             if dropped is not None:
                 out.masked_fill_(dropped, 0)
         if len(sides) == 2:

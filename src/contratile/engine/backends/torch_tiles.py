@@ -11,12 +11,15 @@ buffers, which also keeps autocast from rounding them.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from contratile.engine.backends.block import Given, Gradients, Scores, SideGrad
+from contratile.engine.backends.block import Beside, Given, Gradients, Scores, SideGrad
+from contratile.engine.backends.torch_guide import GuidedReader, GuidedWeights, guide_limit
 from contratile.engine.backends.torch_hardness import Hardness, HardReader, HardWeights
 from contratile.engine.backends.torch_reductions import (
     Beaten,
@@ -30,6 +33,7 @@ from contratile.engine.backends.torch_reductions import (
     Sums,
     Weights,
 )
+from contratile.engine.backends.torch_teacher import CrossSums, TeacherReader, TeacherWeights
 from contratile.engine.classes import STEP, LeftOut, add_class_grads, class_sums
 from contratile.engine.plan import Tile, TilePlan
 from contratile.engine.prefixes import features
@@ -138,11 +142,21 @@ def _reader(scores: Scores, spec: Spec, ws: Workspace) -> Reader:
     n, m, alpha, rule = scores.plan.n, scores.plan.m, scores.alpha, scores.rule
     if spec.reduce == "softplus":
         return SoftplusReader(rule, alpha.new_zeros(n), alpha.new_zeros(m) if spec.cols else None)
-    row = Sums(n, alpha, _limit(scores.row_level, spec)) if spec.rows else None
-    col = Sums(m, alpha, _limit(scores.col_level, spec)) if spec.cols else None
+    row_limit, col_limit = _limits(scores, spec)
+    row = Sums(n, alpha, row_limit) if spec.rows else None
+    col = Sums(m, alpha, col_limit) if spec.cols else None
+    if scores.guide is not None:
+        return GuidedReader(rule, row, col, BesideProducts(scores, scores.guide))
     if scores.hardness is not None:
         return HardReader(Hardness(scores, rule, scores.hardness), row, col, partial(ws.tile, 2))
-    return LseReader(rule, row, col, partial(score_, scores))
+    reader, teacher = LseReader(rule, row, col, partial(score_, scores)), scores.teacher
+    if teacher is None:
+        return reader
+    taught_row, taught_col = (
+        CrossSums(length, alpha, centre) if wanted and centre is not None else None
+        for length, centre, wanted in ((n, teacher.row, spec.rows), (m, teacher.col, spec.cols))
+    )
+    return TeacherReader(reader, rule, taught_row, taught_col, BesideProducts(scores, teacher), teacher.pos)
 
 
 def _rank_reader(scores: Scores, spec: Spec) -> RankReader | None:
@@ -154,8 +168,24 @@ def _rank_reader(scores: Scores, spec: Spec) -> RankReader | None:
     return RankReader(scores.rule, row, col)
 
 
+def _limits(scores: Scores, spec: Spec) -> tuple[Tensor | None, Tensor | None]:
+    """Of rows and columns: the highest product that counts, the guide's if there is one."""
+    if scores.guide is not None:
+        return guide_limit(scores.guide.row, spec), guide_limit(scores.guide.col, spec)
+    return _limit(scores.row_level, spec), _limit(scores.col_level, spec)
+
+
 def _limit(level: Tensor | None, spec: Spec) -> Tensor | None:
     return level - spec.margin if level is not None and spec.filters else None
+
+
+def guide_positives(scores: Scores, guide: Beside, level: Tensor) -> None:
+    """Write the guide's product of each row with its positive, exactly as both passes compute it."""
+    products = BesideProducts(scores, guide)
+    spare = Workspace(scores.plan, scores.q, scores.key, tiles=1)
+    for tile in scores.plan.tiles():
+        if any(True for _ in scores.rule.places(spare.tile(0, tile), tile)):
+            _read_positives(products(tile, spare.tile(0, tile)), tile, scores.rule, level)
 
 
 def positives(scores: Scores, spec: Spec, level: Tensor) -> None:
@@ -341,9 +371,19 @@ def _weights(scores: Scores, spec: Spec, given: Given) -> Weights:
         col_sums = None if given.col is None else given.col.grad
         return SoftplusWeights(sums, col_sums, rule=rule, pos=pos, pos_grad=pos_grad)
     row, col = _direction(given.row, scores, spec), _direction(given.col, scores, spec)
-    more = {"factor": alpha.abs() if spec.filters else None, "col_bias": scores.col_bias}
-    both = LseWeights(row, col, rule=rule, pos=pos, pos_grad=pos_grad, mirrored=scores.k is None, **more)
-    return both if scores.hardness is None else HardWeights(Hardness(scores, rule, scores.hardness), both)
+    factor = alpha.abs() if spec.filters else None
+    own: dict[str, Any] = {"rule": rule, "pos": pos, "pos_grad": pos_grad, "mirrored": scores.k is None}
+    if scores.guide is not None:
+        return GuidedWeights(row, col, **own, products=BesideProducts(scores, scores.guide))
+    weights = LseWeights(row, col, **own, factor=factor, col_bias=scores.col_bias)
+    if scores.hardness is not None:
+        return HardWeights(Hardness(scores, rule, scores.hardness), weights)
+    taught, teacher = given.teacher, scores.teacher
+    if taught is None or teacher is None:
+        return weights
+    row, col = _direction(taught.row, scores, spec), _direction(taught.col, scores, spec)
+    of_teacher = LseWeights(row, col, rule=rule, pos=taught.pos, pos_grad=None, mirrored=False)
+    return TeacherWeights(weights, of_teacher, rule, BesideProducts(scores, teacher))
 
 
 def _direction(side: SideGrad | None, scores: Scores, spec: Spec) -> Direction | None:
@@ -351,10 +391,33 @@ def _direction(side: SideGrad | None, scores: Scores, spec: Spec) -> Direction |
         return None
     lse = side.lse
     assert lse is not None
+    if scores.guide is not None:
+        # A row that the guide left without pairs: any finite number will do, as all its weights are set to 0.
+        lse = lse.masked_fill(lse == -torch.inf, 0)
+        return Direction(lse, side.grad, guide_limit(side.level, spec))
     # A row whose pairs are all excluded has -inf: use a finite floor instead.
     if spec.exclude_self or spec.filters or scores.rule.query_ids is not None:
         lse = lse.clamp(min=lowest(lse.dtype))
     return Direction(lse, side.grad, _limit(side.level, spec))
+
+
+class BesideProducts:
+    """The `Products` of the features in a `Beside`."""
+
+    def __init__(self, scores: Scores, beside: Beside) -> None:
+        self.scores, self.beside = scores, beside
+        plan = replace(scores.plan, d=beside.q.shape[1])
+        self._ws = Workspace(plan, beside.q, beside.k, tiles=2)
+        self._rows: slice | None = None
+
+    def __call__(self, tile: Tile, spare_RC: Tensor) -> Tensor:
+        if tile.rows != self._rows:
+            self._rows, self._q_RD = tile.rows, self._ws.query(self.beside.q, tile.rows, self.beside.factor)
+        k_CD = self._ws.key(self.beside.k, tile.cols)
+        return products(self.scores, self._q_RD, k_CD, tile, self._ws.tile(0, tile), spare_RC)
+
+    def spare(self, tile: Tile) -> Tensor:
+        return self._ws.tile(1, tile)
 
 
 class Workspace:

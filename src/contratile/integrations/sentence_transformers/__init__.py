@@ -18,6 +18,8 @@ from contratile.integrations.sentence_transformers.cached import (
 from contratile.integrations.sentence_transformers.cached import (
     CachedMultipleNegativesSymmetricRankingLoss as CachedMultipleNegativesSymmetricRankingLoss,
 )
+from contratile.integrations.sentence_transformers.cached_gist import CachedGISTEmbedLoss as CachedGISTEmbedLoss
+from contratile.integrations.sentence_transformers.gist import GISTEmbedLoss as GISTEmbedLoss
 from contratile.integrations.sentence_transformers.options import Similarity as Similarity
 from contratile.integrations.sentence_transformers.options import cos_sim as cos_sim
 from contratile.integrations.sentence_transformers.ranking import (

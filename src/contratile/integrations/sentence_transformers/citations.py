@@ -35,6 +35,17 @@ GRAD_CACHE = """
 }
 """
 
+GIST = """
+@misc{solatorio2024gistembed,
+    title={GISTEmbed: Guided In-sample Selection of Training Negatives for Text Embedding Fine-tuning},
+    author={Aivin V. Solatorio},
+    year={2024},
+    eprint={2402.16829},
+    archivePrefix={arXiv},
+    primaryClass={cs.LG}
+}
+"""
+
 GTE = """
 @misc{li2023generaltextembeddingsmultistage,
       title={Towards General Text Embeddings with Multi-stage Contrastive Learning},
