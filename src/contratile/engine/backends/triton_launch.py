@@ -36,6 +36,10 @@ SMALL: dict[str, Any] = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": Tr
 """Triton's options for launches over vectors."""
 
 
+READ = ("level", "total", "higher", "equal", "sums", "counts")
+"""Statistics that kernels gather."""
+
+
 class Launch(NamedTuple):
     """A kernel with its grid, arguments and options."""
 
@@ -222,8 +226,8 @@ class KernelCall:
         scores, spec = self.scores, self.spec
         symmetric = scores.k is None
         arguments = self.features(config) | self._rule(config)
-        arguments |= {f"row_{name}": value for name, value in row._asdict().items()}
-        arguments |= {f"col_{name}": value for name, value in col._asdict().items()}
+        arguments |= {f"row_{name}": getattr(row, name) for name in READ}
+        arguments |= {f"col_{name}": getattr(col, name) for name in READ}
         row_bar = scores.row_level if spec.ranks else None
         col_bar = scores.col_level if spec.ranks and spec.cols else None
         col_bar = row_bar if symmetric else col_bar
