@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser, pairs: str) -> None:
         "--split",
         choices=("all", "train", "test"),
         default="all",
-        help="which pairs to use: all, or those that the run would train on or hold out; its own --limit does not count. "
+        help="which pairs to use: all, or those that the run would train on or hold out; its --limit does not count. "
         "Data with a test split of its own: all is everything else (default: all)",
     )
     parser.add_argument("--streaming", action="store_true", help="stream a Hugging Face dataset")
