@@ -31,7 +31,10 @@ class CachedGISTEmbedLoss(MiniBatches, GISTEmbedLoss):
         mini_batch_size: Texts to encode at a time. Affects memory and speed, not the result.
         mini_batch_num_tokens: Tokens to encode at a time instead (sentence-transformers 6).
         show_progress_bar: Draw a progress bar (needs rich).
-        offload, lengths, keep_graphs, memory_limit: As in `CachedMultipleNegativesRankingLoss`.
+        offload: Where tokenized mini-batches are kept until the second pass: "none", "host" or "disk".
+        lengths: "auto" sorts the texts of all columns by length; "off" cuts them as the package does.
+        keep_graphs: Mini-batches that are encoded only once, for more memory: a number, or "auto" for as many as fit.
+        memory_limit: Bytes that a mini-batch and kept graphs may take with "auto".
 
     Raises:
         ValueError: An option is invalid or not supported.
