@@ -186,7 +186,7 @@ def _check_constant(name: str, x: object) -> None:
 def _check_number(name: str, value: object, remedy: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         bad_type(name, expected="a number", got=type(value).__name__, remedy=remedy)
-    if not math.isfinite(value):
+    if not -math.inf < value < math.inf:  # a compiler cannot trace math.isfinite
         bad_value(name, expected="a finite number", got=value, remedy=remedy)
 
 

@@ -91,7 +91,7 @@ def _check_weights(weights: Sequence[float], dims: int) -> None:
         bad_type(name, expected="a tuple of numbers", got=repr(weights), remedy=remedy)
     if len(weights) != dims:
         bad_value(name, expected=f"{dims} numbers", got=f"{len(weights)}", remedy=remedy)
-    if not all(math.isfinite(x) and x >= 0 for x in weights):
+    if not all(0 <= x < math.inf for x in weights):
         bad_value(name, expected="finite numbers from 0 up", got=tuple(weights), remedy=remedy)
 
 
