@@ -135,6 +135,9 @@ class Trial:
         kept = [(p, p.grad) for p in owner.parameters()]
         state = RandomState.now(devices_of([*owner.parameters(), *tensors_of(chunk)]))
         buffers = copy_buffers([owner])
+        # A step adds to gradients that exist already: here, too, no more than one of them is there twice at a time.
+        there = [p for p, grad in kept if grad is not None and p.requires_grad]
+        hooks = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in there]
         try:
             for p, _ in kept:
                 p.grad = None
@@ -143,7 +146,13 @@ class Trial:
                 if output:
                     torch.autograd.backward(output, [torch.zeros_like(x) for x in output])
         finally:
+            for hook in hooks:
+                hook.remove()
             for p, grad in kept:
                 p.grad = grad
             state.restore()
             restore_buffers(buffers)
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
