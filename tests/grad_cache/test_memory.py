@@ -266,6 +266,25 @@ def test_trials_leave_no_trace() -> None:
         assert torch.equal(x, before[name])
 
 
+@LINUX
+def test_a_trial_holds_no_second_set_of_gradients() -> None:
+    """A step adds to the gradients that there are. A trial leaves them alone, and does not count them."""
+    encoder = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    parameters = list(encoder.parameters())
+    alive = []
+    for p in parameters:
+        p.register_post_accumulate_grad_hook(lambda _: alive.append(sum(q.grad is not None for q in parameters)))
+    trial = Trial(EncoderSide(0, encoder, None, encoder, [], 4), torch.randn(4, 8))
+    trial.cost(4)
+    assert max(alive) == len(parameters), "without gradients, a step creates all"
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    alive.clear()
+    trial.cost(4)
+    assert max(alive) == 1
+    assert all(p.grad is not None and torch.equal(p.grad, torch.ones_like(p)) for p in parameters)
+
+
 def test_an_accelerator_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """An out-of-memory error of an accelerator is the end of the search, not of the step."""
     emptied = []
