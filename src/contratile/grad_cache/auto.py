@@ -137,7 +137,7 @@ class Trial:
         buffers = copy_buffers([owner])
         # A step adds to gradients that exist already: here, too, no more than one of them is there twice at a time.
         there = [p for p, grad in kept if grad is not None and p.requires_grad]
-        hooks = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in there]
+        hooks = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in there]  # type: ignore[no-untyped-call]
         try:
             for p, _ in kept:
                 p.grad = None
