@@ -13,7 +13,7 @@ import torch
 
 import contratile as ct
 from contratile.cli import main
-from contratile.engine import passes, tuned
+from contratile.engine import cuts, tuned
 from contratile.engine.plan import WORKSPACE_LIMIT, TilePlan, plan_tiles
 from contratile.engine.spec import Inputs, Spec
 from contratile.ring.ring import Ring
@@ -232,7 +232,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[TilePlan]:
         made.append(plan_tiles(*sizes, **options))
         return made[-1]
 
-    monkeypatch.setattr(passes, "_known_plan", noted)
+    monkeypatch.setattr(cuts, "_known_plan", noted)
     return made
 
 
@@ -272,9 +272,9 @@ def test_ranks_do_not_use_them() -> None:
     tune_tiles(8, 48, 32)
     x = Inputs(features(96, 8, seed=0), features(96, 8, seed=1), torch.tensor(1.0))
     ring = Ring.flat(ALONE, (96,), total=96)
-    assert passes._plan(ring, 0, x, Spec()).rows == 48
+    assert cuts.tile_plan(ring, 0, x, Spec()).rows == 48
     two = Ring.flat(replace(ALONE, size=2), (96, 96), total=192)
-    assert passes._plan(two, 0, x, Spec()).rows == 96
+    assert cuts.tile_plan(two, 0, x, Spec()).rows == 96
 
 
 def test_tuned_tiles_keep_the_workspace() -> None:

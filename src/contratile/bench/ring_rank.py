@@ -29,7 +29,7 @@ from contratile.bench.memory import extra_peak
 from contratile.bench.memory_point import warm_up
 from contratile.bench.runner import OURS, Measured
 from contratile.bench.traffic import bytes_sent
-from contratile.engine.passes import KeyBlock, KeyGrad
+from contratile.engine.visitors import KeyBlock, KeyGrad
 from contratile.ring.ring import Ring, RingPass, record_waits
 from contratile.ring.team import Team
 

@@ -12,7 +12,8 @@ from typing import Any, Literal, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
-from contratile.engine.passes import backward, cached_items, forward
+from contratile.engine.cuts import cached_items, cuts_of
+from contratile.engine.passes import backward, forward
 from contratile.engine.spec import InputGrads, Inputs, PairStats, Spec, Wanted, shapes
 from contratile.errors import check_labels
 from contratile.ring.ring import Ring
@@ -88,7 +89,7 @@ def _(*arguments: Any) -> list[Tensor]:
     if spec.cache_bytes:
         known = type(x.query.shape[0]) is type(ring.sizes[0]) is int
         # With symbolic sizes the number of cached tiles is unknown: computing it would specialise the symbols.
-        items: Any = sum(cached_items(ring, x, spec)) if known else torch.library.get_ctx().new_dynamic_size()
+        items: Any = cached_items(cuts_of(ring, x, spec)) if known else torch.library.get_ctx().new_dynamic_size()
         expected = expected._replace(cache=(items,))  # type: ignore[arg-type]  # a record of shapes
     dtype = torch.float64 if x.query.dtype == torch.float64 else torch.float32
     return [x.query.new_empty(shape, dtype=dtype) for shape in expected.tensors() if shape is not None]

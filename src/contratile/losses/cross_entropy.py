@@ -40,15 +40,8 @@ def cross_entropies(
     query: Tensor, key: Tensor, scale: Tensor | float, labels: Tensor, options: PairOptions, spec: Spec, rings: Rings
 ) -> Losses:
     """The losses of the queries against all keys, plus those of the keys against all queries if `spec.cols`."""
-    if options.margin is not None:
-        spec = spec._replace(margin=float(options.margin))
-    spec = spec._replace(same_id=options.same_id)
+    spec = _asked(spec, options)
     nested = options.matryoshka
-    if nested is not None:
-        spec = nested.spec(spec)
-    spec = spec._replace(
-        guide_margin=float(options.guide_margin), guide_relative=options.guide_margin_strategy == "relative"
-    )
     share = _shared_cache(spec, rings, options)
     proxy = None
     if options.several_sources and spec.backend != "dense":
@@ -71,7 +64,8 @@ def cross_entropies(
         spared = query_ids == key_ids[labels]
     if options.in_batch_negatives:
         own = _with_sums(x, share(sum(rings.keys.sizes)), options)
-        stats = pair_stats(rings.keys, x, own._replace(hardness=options.more.in_batch))
+        own = own._replace(hardness=options.more.in_batch) if options.more.hardness else own
+        stats = pair_stats(rings.keys, x, own)
         assert stats.pos is not None
         rows = _tally(stats.row, stats.pos, spared, _without_bias(stats, x))
     else:
@@ -91,8 +85,9 @@ def cross_entropies(
         losses = stats.logaddexp(losses, cols.above)
     elif cols is not None:
         losses = losses + _loss(cols, stats.pos, options)
-    for above in _same_type(x, stats, options, share, rings):
-        losses = stats.logaddexp(losses, above)
+    if options.more.several:
+        for above in _same_type(x, stats, options, share, rings):
+            losses = stats.logaddexp(losses, above)
     if nested is not None:
         losses = nested.total(losses)
     distill = None if options.teacher is None else _distill(stats, spec, options)
@@ -101,6 +96,20 @@ def cross_entropies(
     negatives = _negatives(x, rows, stats, options, rings) if options.several_positives else None
     stats = stats._replace(pos=_without_bias(stats, x))
     return Losses(losses, stats, batch_stats(rows, cols, stats, rings.keys.team, negatives), distill)
+
+
+def _asked(spec: Spec, options: PairOptions) -> Spec:
+    """The spec of every call with these options."""
+    more: dict[str, Any] = {}
+    if options.margin is not None:
+        more["margin"] = float(options.margin)
+    if options.same_id != spec.same_id:
+        more["same_id"] = options.same_id
+    if options.guide is not None:
+        more["guide_margin"] = float(options.guide_margin)
+        more["guide_relative"] = options.guide_margin_strategy == "relative"
+    spec = spec._replace(**more) if more else spec
+    return spec if options.matryoshka is None else options.matryoshka.spec(spec)
 
 
 def _with_models(x: Inputs, options: PairOptions) -> Inputs:

@@ -40,14 +40,21 @@ class Directions(NamedTuple):
     share_hard_negatives: bool = False
 
     @property
+    def plain(self) -> bool:
+        """Whether nothing is asked for beyond InfoNCE."""
+        return self == PLAIN
+
+    @property
     def names(self) -> frozenset[str]:
         """The directions, none if they are not checked yet and no names."""
         given: object = self.directions
+        if given is PLAIN.directions:
+            return ONE_WAY
         return frozenset(map(str, given)) if isinstance(given, tuple | list | set | frozenset) else frozenset()
 
     @property
     def several(self) -> bool:
-        return self.names != {"query_to_doc"}
+        return self.names != ONE_WAY
 
     @property
     def back(self) -> bool:
@@ -70,6 +77,8 @@ class Directions(NamedTuple):
 
     def check(self) -> None:
         """Refuse options that cannot be used, whatever the other arguments are."""
+        if self.plain:
+            return
         check_directions(self.directions, self.partition_mode)
         check_hardness(self.hardness_mode, self.hardness_strength)
         if not isinstance(self.share_hard_negatives, bool):
@@ -78,6 +87,10 @@ class Directions(NamedTuple):
         if self.hardness_strength and self.hardness_mode is None:
             remedy = f"Pass hardness_mode=, one of {', '.join(map(repr, HARDNESS_MODES))}."
             bad_value("hardness_strength", expected="hardness_mode= beside it", got="none", remedy=remedy)
+
+
+PLAIN = Directions()
+ONE_WAY = frozenset({"query_to_doc"})
 
 
 def check_directions(directions: object, partition_mode: str) -> tuple[str, ...]:

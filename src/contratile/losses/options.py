@@ -223,21 +223,13 @@ class PairOptions(NamedTuple):
         self._check_hard_negatives(query)
         self._check_hard_ids(query)
         self._check_biases(query, key)
-        self._check_directions(query, key)
+        if not self.more.plain:
+            self._check_directions(query, key)
         if self.more.hardness:
             _check_positive(scale, "hardness_strength")
         self._check_margin(scale)
         self._check_label_smoothing()
-        check_matryoshka(
-            *(self.matryoshka_dims, self.matryoshka_weights, self.matryoshka_normalize, query.shape[1]),
-            return_stats=self.return_stats,
-            margin=self.margin is not None,
-            label_smoothing=self.label_smoothing,
-            cache_bytes=spec.cache_bytes,
-            same_id=self.several_positives and spec.reduce == "lse",
-            directions=bool(set(ONE_TYPE) & self.more.names),
-            hardness_mode=bool(self.more.hardness),
-        )
+        self._check_matryoshka(query.shape[1], spec)
         check_teacher(self, query, key)
         check_guide(self, query, key)
         if self.weights is not None:
@@ -296,6 +288,21 @@ class PairOptions(NamedTuple):
             used["return_stats with shared hard_ids"] &= self.more.share_hard_negatives
             remedy = "Hardness weights negatives by their similarity, beside one plain positive. Drop one of the two."
             _refuse_both("hardness_strength", used, remedy)
+
+    def _check_matryoshka(self, width: int, spec: Spec) -> None:
+        asked = self.matryoshka_dims, self.matryoshka_weights, self.matryoshka_normalize
+        if asked == (None, None, True):
+            return
+        check_matryoshka(
+            *(*asked, width),
+            return_stats=self.return_stats,
+            margin=self.margin is not None,
+            label_smoothing=self.label_smoothing,
+            cache_bytes=spec.cache_bytes,
+            same_id=self.several_positives and spec.reduce == "lse",
+            directions=bool(set(ONE_TYPE) & self.more.names),
+            hardness_mode=bool(self.more.hardness),
+        )
 
     def _check_label_smoothing(self) -> None:
         remedy = "It is the share of the target that is spread over all keys."
@@ -418,7 +425,7 @@ class PairOptions(NamedTuple):
         if self.more.share_hard_negatives and self.hard_negatives is not None:
             shared = "hard_ids" if self.hard_ids is not None else "", "hard_bias" if self.hard_bias is not None else ""
             used += [f"{self.hard_negatives.shape[1]} hard negatives", *shared]
-        more = () if self.more == Directions() else self.more
+        more = () if self.more.plain else self.more
         nested = () if self.matryoshka is None else self.matryoshka
         return " ".join([*used, *map(str, (*values, *more, *nested, *named_models(self)))])
 

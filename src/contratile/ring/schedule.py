@@ -14,6 +14,7 @@ A flat ring is the case of one node with all ranks: one round, and nothing goes 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -35,8 +36,13 @@ class Schedule(NamedTuple):
         return cls((tuple(range(world)),))
 
     def route(self, rank: int) -> Route:
-        node = next(x for x, ranks in enumerate(self.nodes) if rank in ranks)
-        return Route(self.nodes, node, self.nodes[node].index(rank))
+        return _route(self.nodes, rank)
+
+
+@lru_cache(maxsize=64)
+def _route(nodes: tuple[tuple[int, ...], ...], rank: int) -> Route:
+    node = next(x for x, ranks in enumerate(nodes) if rank in ranks)
+    return Route(nodes, node, nodes[node].index(rank))
 
 
 class Route(NamedTuple):
