@@ -11,7 +11,7 @@ from contratile.engine import autograd
 from contratile.engine import spec as engine
 from contratile.engine.rule import PairRule
 from contratile.engine.spec import Inputs, Spec
-from contratile.losses.cross_entropy import as_tensor
+from contratile.losses.terms import as_tensor
 from contratile.ring.ring import Ring
 from contratile.ring.team import ALONE
 

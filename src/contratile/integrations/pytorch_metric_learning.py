@@ -22,7 +22,7 @@ from contratile.engine.spec import Inputs, Spec
 from contratile.errors import bad_value, check_features, check_temperature, check_transform, check_vector
 from contratile.integrations.attributes import CheckedModule
 from contratile.integrations.listed_pairs import Listed, nt_xent_of_listed, sup_con_of_listed
-from contratile.losses.cross_entropy import as_tensor, class_losses
+from contratile.losses.terms import as_tensor, class_losses
 from contratile.ring.ring import Ring
 from contratile.ring.team import ALONE
 

@@ -17,8 +17,10 @@ from contratile.engine.autograd import pair_stats
 from contratile.engine.spec import Inputs, Spec
 from contratile.errors import check_pairs
 from contratile.losses.beside import Guide
-from contratile.losses.cross_entropy import as_tensor, cross_entropies, lse_above
-from contratile.losses.options import Call, PairOptions
+from contratile.losses.call import Call
+from contratile.losses.cross_entropy import cross_entropies
+from contratile.losses.options import PairOptions
+from contratile.losses.terms import as_tensor, lse_above
 from contratile.ring.ring import Ring
 from contratile.ring.team import ALONE, Group
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from contratile.keywords import known_keywords, names_of, passing_on, unknown_keyword
 from contratile.losses import functional
 from contratile.losses.beside import LossTerms
-from contratile.losses.functional import Keywords
 from contratile.losses.options import Ids
+from contratile.losses.signatures import Keywords
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -13,7 +13,7 @@ from contratile.engine.backends import triton_launch, triton_tiles
 from contratile.engine.backends.block import KernelError
 from contratile.engine.backends.triton_configs import TABLE, config_for, cut_backward
 from contratile.engine.backends.triton_launch import Device, Launch
-from contratile.losses.cross_entropy import as_tensor
+from contratile.losses.terms import as_tensor
 from tests.engine.kernels.ahead_of_time import recorded
 from tests.engine.kernels.samples import CALLS, pretended, run_step
 

@@ -1,9 +1,10 @@
-"""What happens to a tile of scores: readers reduce it to vectors, weights turn it into the gradient g.
+"""What happens to a tile of scores: readers reduce it to vectors, weights turn it into the gradient g. Here for
+log-sum-exps of rows and columns, with
 
-    log-sum-exp   row and column statistics                      g = row.grad exp2(s - row.lse2) + col.grad exp2(...)
-    softplus      row sums of softplus(s), positives' of -s      g = row.grad sigmoid(s), positives' -sigmoid(-s)
-                  (also of pairs that are positive by their ids)
-    ranks         how many keys score above a row's positive     none
+    g = row.grad exp2(s - row.lse2) + col.grad exp2(s - col.lse2)
+
+Others are in `torch_softplus.py`, `torch_ranks.py` (readers only), and built on these in `torch_guide.py`,
+`torch_hardness.py` and `torch_teacher.py`.
 
 Scores of excluded pairs are -inf and contribute nothing. A `limit` drops, for one side, the pairs whose product is
 above it, except the positive. Comparisons with the positives use products, before alpha: rounding after the
@@ -308,102 +309,3 @@ class LseWeights:
                 out.masked_fill_(dropped, 0)
         if len(sides) == 2:
             g_RC.add_(spare_RC)
-
-
-# --- softplus -----------------------------------------------------------------------------------------------------
-
-
-class SoftplusReader:
-    """Sums of softplus(s) over rows and, if asked for, columns. A positive counts with the opposite sign."""
-
-    def __init__(self, rule: PairRule, row: Tensor, col: Tensor | None) -> None:
-        """Adds to `row` and `col`."""
-        self.rule, self.row, self.col = rule, row, col
-
-    def read(self, s_RC: Tensor, spare_RC: Tensor, tile: Tile) -> None:
-        _softplus(_turned(s_RC, self.rule.more_positives(tile), spare_RC), spare_RC)
-        for at, score in zip(self.rule.places(spare_RC, tile), self.rule.places(s_RC, tile), strict=True):
-            value = score.get().neg()
-            at.put_(_softplus(value, value))
-        for dim, total, index in sides_of(tile, self.row, self.col):
-            total[index] += spare_RC.sum(dim)
-
-    def parts(self) -> tuple[SideParts, SideParts]:
-        return SideParts(total=self.row), SideParts(total=self.col)
-
-
-def _turned(x: Tensor, where: Tensor | None, out: Tensor) -> Tensor:
-    """x with the opposite sign where a pair is positive: x itself if there are none, otherwise in `out`."""
-    return x if where is None else torch.where(where, torch.neg(x), x, out=out)
-
-
-def _softplus(x: Tensor, out: Tensor) -> Tensor:
-    """log(1 + exp(x)); above the threshold it equals x."""
-    threshold = 20 if x.dtype == torch.float32 else 40
-    result: Tensor = torch._C._nn.softplus(x, 1, threshold, out=out)  # type: ignore[call-arg]  # it has the argument
-    return result
-
-
-class SoftplusWeights:
-    """g = (row.grad + col.grad) * sigmoid(s); at positives -(row.grad + col.grad) * sigmoid(-s)."""
-
-    def __init__(
-        self, row: Tensor, col: Tensor | None, *, rule: PairRule, pos: Tensor | None, pos_grad: Tensor | None
-    ) -> None:
-        """`row` and `col` are the gradients of the sums, `pos` the scores of the rows' positives."""
-        self.rule, self.row, self.col = rule, row, col
-        if rule.labels is not None and pos is not None:
-            self._own = (-pos).sigmoid_().mul_(row if col is None else row + rule.of_positives(col)).neg_()
-            if pos_grad is not None:
-                self._own += pos_grad
-
-    def weigh(self, s_RC: Tensor, g_RC: Tensor, spare_RC: Tensor, tile: Tile) -> None:
-        more = self.rule.more_positives(tile)
-        torch.sigmoid(_turned(s_RC, more, g_RC), out=g_RC)
-        _turned(g_RC, more, g_RC)
-        grad = part(self.row, tile.rows).unsqueeze(1)
-        if self.col is not None:
-            grad = torch.add(grad, self.col[tile.cols], out=spare_RC)
-        g_RC.mul_(grad)
-
-    def positive(self, rows: slice, *, both: bool) -> Tensor:
-        return part(self._own, rows)
-
-
-# --- ranks --------------------------------------------------------------------------------------------------------
-
-
-class Beaten:
-    """Per row (or column): the positive's product, and how many products are higher and, if asked for, equal."""
-
-    def __init__(self, level: Tensor, *, ties: bool) -> None:
-        self.level = level
-        self.higher = torch.zeros_like(level)
-        self.equal = torch.zeros_like(level) if ties else None
-
-
-class RankReader:
-    """Counts the products above (and equal to) each row's and each column's positive. Other positives do not count."""
-
-    def __init__(self, rule: PairRule, row: Beaten, col: Beaten | None) -> None:
-        self.rule, self.row, self.col = rule, row, col
-
-    def read(self, s_RC: Tensor, spare_RC: Tensor, tile: Tile) -> None:
-        """`s_RC` holds products."""
-        more = self.rule.more_positives(tile)
-        for dim, side, index in sides_of(tile, self.row, self.col):
-            level = part(side.level, index).unsqueeze(dim)
-            # As floats: summing booleans takes six times as long.
-            for compare, count in ((torch.gt, side.higher), (torch.eq, side.equal)):
-                if count is None:
-                    continue
-                compare(s_RC, level, out=spare_RC)
-                if more is not None:
-                    spare_RC.masked_fill_(more, 0)
-                part(count, index).add_(spare_RC.sum(dim))
-
-    def parts(self) -> tuple[SideParts, SideParts]:
-        row, col = (
-            SideParts() if x is None else SideParts(higher=x.higher, equal=x.equal) for x in (self.row, self.col)
-        )
-        return row, col

@@ -21,25 +21,17 @@ from torch import Tensor
 from contratile.engine.backends.block import Beside, Given, Gradients, Scores, SideGrad
 from contratile.engine.backends.torch_guide import GuidedReader, GuidedWeights, guide_limit
 from contratile.engine.backends.torch_hardness import Hardness, HardReader, HardWeights
-from contratile.engine.backends.torch_reductions import (
-    Beaten,
-    Direction,
-    LseReader,
-    LseWeights,
-    RankReader,
-    Reader,
-    SoftplusReader,
-    SoftplusWeights,
-    Sums,
-    Weights,
-)
+from contratile.engine.backends.torch_ranks import Beaten, RankReader
+from contratile.engine.backends.torch_reductions import Direction, LseReader, LseWeights, Reader, Sums, Weights
+from contratile.engine.backends.torch_softplus import SoftplusReader, SoftplusWeights
+from contratile.engine.backends.torch_sums import add_sum_grads, with_class_sums
 from contratile.engine.backends.torch_teacher import CrossSums, TeacherReader, TeacherWeights
-from contratile.engine.classes import STEP, LeftOut, add_class_grads, class_sums
-from contratile.engine.plan import Tile, TilePlan
+from contratile.engine.backends.torch_workspace import Workspace, as_tile
+from contratile.engine.plan import Tile
 from contratile.engine.prefixes import features
 from contratile.engine.rule import PairRule
 from contratile.engine.spec import Spec
-from contratile.engine.stats import SideParts, accumulation_dtype, lowest, part, take
+from contratile.engine.stats import SideParts, lowest, part
 
 
 def forward(scores: Scores, spec: Spec, pos: Tensor | None) -> tuple[SideParts, SideParts]:
@@ -75,7 +67,7 @@ def forward(scores: Scores, spec: Spec, pos: Tensor | None) -> tuple[SideParts, 
         row_ranks, col_ranks = ranks.parts()
         rows = rows._replace(higher=row_ranks.higher, equal=row_ranks.equal)
         cols = cols._replace(higher=col_ranks.higher, equal=col_ranks.equal)
-    return _with_class_sums(rows, cols, scores, spec) if spec.sums else (rows, cols)
+    return with_class_sums(rows, cols, scores, spec) if spec.sums else (rows, cols)
 
 
 def products(
@@ -130,12 +122,6 @@ def _cached(scores: Scores, tile: Tile) -> Tensor | None:
     if scores.cache is None or tile.end > scores.cache.shape[0]:
         return None
     return as_tile(scores.cache[tile.offset : tile.end], tile, scores.plan)
-
-
-def as_tile(memory: Tensor, tile: Tile, plan: TilePlan) -> Tensor:
-    """Memory of a tile's size as the tile [R, C]."""
-    rows, cols = tile.shape
-    return memory.view(cols, rows).t() if plan.flipped else memory.view(rows, cols)
 
 
 def _reader(scores: Scores, spec: Spec, ws: Workspace) -> Reader:
@@ -215,19 +201,10 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
 
     With prefixes each has its g; a block of features is multiplied with the sum of those of all prefixes it is in.
     """
-    plan, rule, alpha, prefixes = scores.plan, scores.rule, scores.alpha, scores.prefixes
-    dq, dk, dalpha, dbias, once, dcol_bias, *_ = into
-    pos = given.pos
-    weights = [_weights(scores, spec, x) for x in given.by_prefix(prefixes)]
-    assert dk is None or dk.dtype == alpha.dtype, "key gradients accumulate over row blocks, in full precision"
-    # sum(g * s) = <alpha q, g k>, so dalpha is free with a query gradient; without one the scores must be kept.
-    of_query = dq is not None or (dalpha is not None and prefixes.asked)
-    keep_scores = dalpha is not None and not of_query
-    # Scores are kept without biases, which would round them.
-    apart = keep_scores and not spec.filters and not (scores.bias is None and scores.col_bias is None)
-    ws = Workspace(
-        plan, scores.q, scores.key, tiles=(3 if keep_scores else 2) if not prefixes.asked else 3 + len(weights)
-    )
+    plan, (dq, dk, dalpha, _, once, *_) = scores.plan, into
+    assert dk is None or dk.dtype == scores.alpha.dtype, "key gradients accumulate over row blocks, in full precision"
+    step = _TileGradient(scores, spec, given, into)
+    ws, alpha = step.ws, scores.alpha
     # One row block whose gradient is written once needs no buffer. Several do: BLAS rounds by alignment in memory.
     direct = dq if once and dq is not None and dq.dtype == alpha.dtype and plan.rows >= plan.n else None
     for block, tiles in plan.blocks() if plan.m else ():
@@ -241,54 +218,95 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
             if twice:
                 tile = tile._replace(mirrored=True)
             k_CD = ws.key(scores.key, tile.cols)
-            spare_RC, factor_RC = ws.tile(1, tile), None
-            for prefix, weigher in enumerate(weights):
-                g_RC = ws.tile(3 + prefix if prefixes.asked else 0, tile)
-                kept_RC = None if apart else _cached(scores, tile)
-                s_RC = p_RC = ws.tile(2 if keep_scores else 0, tile) if kept_RC is None else kept_RC
-                if kept_RC is None:
-                    products(scores, plain_RD, k_CD, tile, p_RC, spare_RC, prefix)
-                    if prefixes.asked:
-                        factor_RC = prefixes.factor(prefix, tile, ws.tile(2, tile))
-                        s_RC = _times_factor(p_RC, factor_RC, out=g_RC)
-                    if not spec.filters:
-                        score_(scores, s_RC, tile, bias=not apart)
-                    rule.exclude_(s_RC, tile)
-                weigher.weigh(_biased(scores, s_RC, tile, out=g_RC) if apart else s_RC, g_RC, spare_RC, tile)
-                for at in rule.places(g_RC, tile):
-                    at.put_(weigher.positive(at.rows, both=scores.k is not None or tile.mirrored))
-                if dbias is not None:
-                    dbias += g_RC.sum()
-                if dcol_bias is not None:
-                    part(dcol_bias, tile.cols).add_(g_RC.sum(0))
-                if factor_RC is not None:
-                    _add_norm_sums(g_RC.mul_(factor_RC), p_RC, spare_RC, tile, prefix, into)
-            for prefix in reversed(range(len(weights))):
-                g_RC, block_D = ws.tile(3 + prefix if prefixes.asked else 0, tile), prefixes.blocks[prefix]
-                if prefix + 1 < len(weights):
-                    g_RC.add_(ws.tile(4 + prefix, tile))
-                if of_query:  # the first product writes, the others add
-                    features(dq_RD, block_D).addmm_(g_RC, features(k_CD, block_D), beta=min(number, 1))
-                if dk is not None and not twice:
-                    features(part(dk, tile.cols), block_D).addmm_(g_RC.t(), features(q_RD, block_D))
+            s_RC = step.weigh(tile, plain_RD, k_CD)
+            step.multiply(tile, q_RD, k_CD, dq_RD, first=number == 0, twice=twice)
             if dalpha is not None and twice:
                 dalpha -= torch.dot(q_RD.flatten(), dq_RD.flatten()) / (2 * alpha)
-            if dalpha is not None and keep_scores:
-                # Excluded pairs have s = -inf and g = 0: clamp s so that the product is 0, not NaN.
-                torch.clamp(s_RC, min=lowest(s_RC.dtype), out=spare_RC)
-                if pos is not None and rule.exclude_self:
-                    assert not apart
-                    for at in rule.places(spare_RC, tile):
-                        at.put_(pos[at.rows])
-                dalpha += spare_RC.mul_(g_RC).sum() / (scores.query_factor if spec.filters else alpha)
-        if dalpha is not None and not keep_scores:
+            if dalpha is not None and step.keep_scores:
+                dalpha += step.of_scores(tile, s_RC)
+        if dalpha is not None and not step.keep_scores:
             dalpha += torch.dot(q_RD.flatten(), dq_RD.flatten()) / alpha
         if dq is not None and once:
             torch.mul(dq_RD, alpha, out=part(dq, block))
         elif dq is not None:
             part(dq, block).add_(dq_RD.mul_(alpha))
     if given.row_sums is not None or given.col_sums is not None:
-        _add_class_grads(dq, None if scores.k is None else dk, scores, spec, given)
+        add_sum_grads(dq, None if scores.k is None else dk, scores, spec, given)
+
+
+class _TileGradient:
+    """What the backward pass does with one tile: the gradient g of its scores, then its products with keys and queries.
+
+    Buffers: 0 is g, or with prefixes the product; 1 is scratch; 2 holds the scores, or the factors of a prefix; 3 and
+    those after it are the g of each prefix.
+    """
+
+    def __init__(self, scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
+        self.scores, self.spec, self.into, self.pos = scores, spec, into, given.pos
+        self.nested = scores.prefixes.asked
+        self.weights = [_weights(scores, spec, x) for x in given.by_prefix(scores.prefixes)]
+        # sum(g * s) = <alpha q, g k>, so dalpha is free with a query gradient; without one the scores must be kept.
+        self.of_query = into.dq is not None or (into.dalpha is not None and self.nested)
+        self.keep_scores = into.dalpha is not None and not self.of_query
+        # Scores are kept without biases, which would round them.
+        biased = not (scores.bias is None and scores.col_bias is None)
+        self.apart = self.keep_scores and not spec.filters and biased
+        tiles = 3 + len(self.weights) if self.nested else 3 if self.keep_scores else 2
+        self.ws = Workspace(scores.plan, scores.q, scores.key, tiles=tiles)
+
+    def g(self, tile: Tile, prefix: int) -> Tensor:
+        return self.ws.tile(3 + prefix if self.nested else 0, tile)
+
+    def weigh(self, tile: Tile, q_RD: Tensor, k_CD: Tensor) -> Tensor:
+        """Compute the scores and write g, of every prefix. Returns the scores, which g may have overwritten."""
+        scores, rule, into, ws = self.scores, self.scores.rule, self.into, self.ws
+        spare_RC, factor_RC, s_RC = ws.tile(1, tile), None, k_CD
+        for prefix, weigher in enumerate(self.weights):
+            g_RC = self.g(tile, prefix)
+            kept_RC = None if self.apart else _cached(scores, tile)
+            s_RC = p_RC = ws.tile(2 if self.keep_scores else 0, tile) if kept_RC is None else kept_RC
+            if kept_RC is None:
+                products(scores, q_RD, k_CD, tile, p_RC, spare_RC, prefix)
+                if self.nested:
+                    factor_RC = scores.prefixes.factor(prefix, tile, ws.tile(2, tile))
+                    s_RC = _times_factor(p_RC, factor_RC, out=g_RC)
+                if not self.spec.filters:
+                    score_(scores, s_RC, tile, bias=not self.apart)
+                rule.exclude_(s_RC, tile)
+            weigher.weigh(_biased(scores, s_RC, tile, out=g_RC) if self.apart else s_RC, g_RC, spare_RC, tile)
+            for at in rule.places(g_RC, tile):
+                at.put_(weigher.positive(at.rows, both=scores.k is not None or tile.mirrored))
+            if into.dbias is not None:
+                into.dbias.add_(g_RC.sum())
+            if into.dcol_bias is not None:
+                part(into.dcol_bias, tile.cols).add_(g_RC.sum(0))
+            if factor_RC is not None:
+                _add_norm_sums(g_RC.mul_(factor_RC), p_RC, spare_RC, tile, prefix, into)
+        return s_RC
+
+    def multiply(self, tile: Tile, q_RD: Tensor, k_CD: Tensor, dq_RD: Tensor, *, first: bool, twice: bool) -> None:
+        """Add the products of g with the keys to dq (a row block's `first` tile overwrites it), and with the queries to dk."""
+        dk = self.into.dk
+        for prefix in reversed(range(len(self.weights))):
+            g_RC, block_D = self.g(tile, prefix), self.scores.prefixes.blocks[prefix]
+            if prefix + 1 < len(self.weights):
+                g_RC.add_(self.g(tile, prefix + 1))
+            if self.of_query:
+                features(dq_RD, block_D).addmm_(g_RC, features(k_CD, block_D), beta=0 if first else 1)
+            if dk is not None and not twice:
+                features(part(dk, tile.cols), block_D).addmm_(g_RC.t(), features(q_RD, block_D))
+
+    def of_scores(self, tile: Tile, s_RC: Tensor) -> Tensor:
+        """The tile's share of dalpha, from its scores."""
+        scores, spare_RC = self.scores, self.ws.tile(1, tile)
+        # Excluded pairs have s = -inf and g = 0: clamp s so that the product is 0, not NaN.
+        torch.clamp(s_RC, min=lowest(s_RC.dtype), out=spare_RC)
+        if self.pos is not None and scores.rule.exclude_self:
+            assert not self.apart
+            for at in scores.rule.places(spare_RC, tile):
+                at.put_(self.pos[at.rows])
+        factor = scores.query_factor if self.spec.filters else scores.alpha
+        return spare_RC.mul_(self.g(tile, 0)).sum() / factor
 
 
 def _add_norm_sums(w_RC: Tensor, p_RC: Tensor, spare_RC: Tensor, tile: Tile, prefix: int, into: Gradients) -> None:
@@ -298,66 +316,6 @@ def _add_norm_sums(w_RC: Tensor, p_RC: Tensor, spare_RC: Tensor, tile: Tile, pre
         into.drow_norm[tile.rows, prefix] += spare_RC.sum(1)
     if into.dcol_norm is not None:
         into.dcol_norm[tile.cols, prefix] += spare_RC.sum(0)
-
-
-# --- sums of scores -----------------------------------------------------------------------------------------------
-
-
-def _classes(scores: Scores, spec: Spec) -> tuple[Tensor, Tensor]:
-    """What classes the sums go by: those given, ids, or one class for all."""
-    if spec.sums == "equal":
-        query, key = scores.query_classes, scores.key_classes
-    elif spec.sums in ("differ", "same"):
-        query, key = scores.rule.query_ids, scores.rule.key_ids
-    else:
-        one = scores.q.new_zeros(max(len(scores.q), len(scores.key)), dtype=torch.long)
-        query, key = one[: len(scores.q)], one[: len(scores.key)]
-    assert query is not None and key is not None
-    return query, key
-
-
-def _left_out(scores: Scores, spec: Spec) -> LeftOut:
-    """What sums leave out: the row itself where a set is compared with itself, and labelled positives."""
-    rule = scores.rule
-    if rule.exclude_self:
-        assert len(scores.q) == len(scores.key), "a row's self is a row of the other side"
-        each = torch.arange(len(scores.q), device=scores.q.device)
-        return LeftOut(each, each)
-    if spec.sums != "same" or rule.labels is None:
-        return LeftOut()
-    of_keys = torch.arange(len(scores.key), device=scores.q.device)
-    return LeftOut(rule.labels, torch.where(of_keys < len(scores.q), of_keys, -1) if rule.paired else None)
-
-
-def _with_class_sums(rows: SideParts, cols: SideParts, scores: Scores, spec: Spec) -> tuple[SideParts, SideParts]:
-    """Add sums and counts to the parts of the sides that are asked for."""
-    own, other = _classes(scores, spec)
-    out = _left_out(scores, spec)
-    assert not spec.sums_cols or out.row is None or out.col is not None, "labels name one query per key"
-    which = {"rows": spec.rows, "cols": spec.sums_cols, "differ": spec.sums == "differ"}
-    found = class_sums(scores.q, scores.key, scores.alpha, own, other, **which, left_out=out)
-    if spec.rows:
-        rows = rows._replace(sums=found.row, counts=found.row_count)
-    if spec.sums_cols:
-        cols = cols._replace(sums=found.col, counts=found.col_count)
-    return rows, cols
-
-
-def _add_class_grads(dq: Tensor | None, dk: Tensor | None, scores: Scores, spec: Spec, given: Given) -> None:
-    """Add the gradients of the sums."""
-    own, other = _classes(scores, spec)
-    out, differ = _left_out(scores, spec), spec.sums == "differ"
-    q, k, alpha = scores.q, scores.key, scores.alpha
-    if dq is not None:
-        add_class_grads(dq, k, alpha, own, other, given.row_sums, given.col_sums, differ=differ, left_out=out.row)
-    if dk is not None:
-        add_class_grads(dk, q, alpha, other, own, given.col_sums, given.row_sums, differ=differ, left_out=out.col)
-        if out.row is not None and out.col is None and given.row_sums is not None:
-            # Several queries may have the same labelled key: what they left out is taken off here.
-            labelled = torch.where(take(other, out.row) == own, given.row_sums, 0).mul_(-alpha)
-            for start in range(0, len(q), STEP):
-                at = slice(start, start + STEP)
-                dk.index_add_(0, out.row[at], labelled[at].unsqueeze(1) * q[at].to(dk.dtype))
 
 
 # --- what the loops use -------------------------------------------------------------------------------------------
@@ -418,53 +376,3 @@ class BesideProducts:
 
     def spare(self, tile: Tile) -> Tensor:
         return self._ws.tile(1, tile)
-
-
-class Workspace:
-    """Buffers that all tiles of a pass share."""
-
-    def __init__(self, plan: TilePlan, q: Tensor, k: Tensor, *, tiles: int) -> None:
-        dtype = accumulation_dtype(q.dtype)
-        shape = (plan.cols, plan.rows) if plan.flipped else (plan.rows, plan.cols)
-        self._tiles = [torch.empty(shape, dtype=dtype, device=q.device) for _ in range(tiles)]
-        self._query = torch.empty(plan.rows, plan.d, dtype=dtype, device=q.device)
-        self._scaled_query: Tensor | None = None
-        self._query_grad: Tensor | None = None
-        self._plan = plan
-        self._views = [x.t() for x in self._tiles] if plan.flipped else self._tiles.copy()
-        as_is = k.dtype == dtype and k.stride(1) == 1 and k.stride(0) >= k.shape[1]
-        self._key = None if as_is else torch.empty(plan.cols, plan.d, dtype=dtype, device=k.device)
-
-    def tile(self, index: int, tile: Tile) -> Tensor:
-        view = self._views[index]
-        if view.shape != tile.shape:  # most tiles have the same shape as the previous one
-            memory = self._tiles[index].view(-1)[: tile.end - tile.offset]
-            view = self._views[index] = as_tile(memory, tile, self._plan)
-        return view
-
-    def query(self, q: Tensor, rows: slice, factor: Tensor) -> Tensor:
-        """A block of queries in the accumulation dtype, times a factor."""
-        return _times(part(q, rows), factor, self._query)
-
-    def scaled_query(self, q: Tensor, rows: slice, alpha: Tensor) -> Tensor:
-        """The same with another factor, in a second buffer."""
-        if self._scaled_query is None:
-            self._scaled_query = torch.empty_like(self._query)
-        return _times(part(q, rows), alpha, self._scaled_query)
-
-    def query_grad(self, rows: slice) -> Tensor:
-        """A buffer for the gradient of a block of queries."""
-        if self._query_grad is None:
-            make = torch.empty_like if self._plan.prefixes == 0 else torch.zeros_like  # no prefix may have all features
-            self._query_grad = make(self._query)
-        return part(self._query_grad, slice(0, rows.stop - rows.start))
-
-    def key(self, k: Tensor, cols: slice) -> Tensor:
-        """A block of keys as BLAS needs it: a view if the layout allows, otherwise a copy."""
-        block = part(k, cols)
-        return block if self._key is None else self._key[: block.shape[0]].copy_(block)
-
-
-def _times(block: Tensor, factor: Tensor, buffer: Tensor) -> Tensor:
-    out = part(buffer, slice(0, block.shape[0]))
-    return torch.mul(block, factor, out=out) if block.dtype == out.dtype else out.copy_(block).mul_(factor)

@@ -19,7 +19,8 @@ from torch import Tensor
 from contratile.engine.backends import triton_configs, triton_forward, triton_gradient
 from contratile.engine.backends.block import Given, Gradients, Scores, SideGrad
 from contratile.engine.backends.precision import library_products
-from contratile.engine.backends.torch_reductions import Direction, LseWeights, SoftplusWeights
+from contratile.engine.backends.torch_reductions import Direction, LseWeights
+from contratile.engine.backends.torch_softplus import SoftplusWeights
 from contratile.engine.backends.torch_tiles import score_positives_
 from contratile.engine.backends.triton_configs import careful_config, cut_backward, cut_forward
 from contratile.engine.backends.triton_launch import INTERPRETED, SMALL, Device, KernelCall, Launch, on_device

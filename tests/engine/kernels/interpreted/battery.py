@@ -23,7 +23,7 @@ from contratile.engine.autograd import pair_stats
 from contratile.engine.backends.triton_launch import Launch
 from contratile.engine.backends.triton_tiles import interprets_bf16
 from contratile.engine.spec import Inputs, PairStats, Spec
-from contratile.losses.cross_entropy import as_tensor
+from contratile.losses.terms import as_tensor
 from contratile.ring.ring import Ring
 from contratile.ring.team import ALONE
 from tests.helpers import Function, Outcome, assert_error, dense_pair_stats, in_nats, levers, randn, reach, run

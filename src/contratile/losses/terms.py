@@ -1,0 +1,81 @@
+"""What the losses are made of: scores as tensors, and log-sum-exps above the positives."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from contratile.engine.autograd import pair_stats
+from contratile.engine.spec import Inputs, PairStats, SideStats, Spec
+from contratile.losses.batch_stats import Tally
+from contratile.ring.ring import Ring
+
+
+def as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
+    """A 0-d tensor on the features' device, at least fp32. A number is created there: copying it would synchronise."""
+    if isinstance(value, Tensor):
+        value = value if value.dim() == 0 else value.reshape(())
+        return value.to(like.device, torch.promote_types(value.dtype, torch.float32))
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return torch.scalar_tensor(value, dtype=dtype, device=like.device)
+
+
+def without_bias(stats: PairStats, x: Inputs) -> Tensor:
+    """The positives' scores as sums have them."""
+    assert stats.pos is not None and x.labels is not None
+    if x.key_bias is None:
+        return stats.pos
+    return stats.pos - with_axes(stats.of_nats(x.key_bias.detach()[x.labels]), stats.pos)
+
+
+def with_axes(x: Tensor, like: Tensor) -> Tensor:
+    """One value per pair, beside those of several dimensions."""
+    return x.reshape(*x.shape, *(1 for _ in range(like.dim() - x.dim())))
+
+
+def tally_of(
+    side: SideStats, pos: Tensor, spared: Tensor | None, plain: Tensor | None = None, *, own: bool = True
+) -> Tally:
+    """One side of the statistics.
+
+    Sums over keys of another id lack the positives of the same id (`spared`): these are added, without bias (`plain`).
+    `own`: the positives are among the keys.
+    """
+    total, count = side.sums, side.counts
+    if total is not None and count is not None and spared is not None:
+        assert plain is not None
+        total, count = total + torch.where(spared, plain, 0), count + spared
+    return Tally(lse_above(pos, side, floor=own), total, count, side.higher)
+
+
+def lse_above(level: Tensor, side: SideStats, *, floor: bool = True) -> Tensor:
+    """The log-sum-exp minus a level close to it, with the digits that the log-sum-exp alone has no room for.
+
+    `floor`: the level is a term of the sum, or a mean of such terms, and so never above the log-sum-exp.
+    """
+    assert side.total is not None
+    above = side.total - level
+    if side.slack is None:
+        return lifted(above) if floor else above
+    value = above.detach()  # the same memory: what follows is constant and needs no gradient
+    value.sub_(side.slack.log2())
+    if floor:
+        value.clamp_min_(0)
+    return above
+
+
+def lifted(losses: Tensor) -> Tensor:
+    """Lift losses that rounding made negative to 0; the gradient stays."""
+    return losses - losses.detach().clamp(max=0)
+
+
+def without_positives(tally: Tally) -> Tally:
+    return tally._replace(total=torch.zeros_like(tally.above), number=torch.zeros_like(tally.above))
+
+
+def class_losses(x: Inputs, spec: Spec, ring: Ring) -> tuple[Tensor, Tensor]:
+    """Per query: log-sum-exp minus mean same-class score, in nats, and the number of such keys; 0 without any."""
+    stats = pair_stats(ring, x, spec._replace(cols=False, sums="equal"))
+    total, count = stats.row.sums, stats.row.counts
+    assert total is not None and count is not None
+    return stats.nats(torch.where(count > 0, lse_above(total / count.clamp(min=1), stats.row), 0)), count
