@@ -285,7 +285,7 @@ class _TileGradient:
         return s_RC
 
     def multiply(self, tile: Tile, q_RD: Tensor, k_CD: Tensor, dq_RD: Tensor, *, first: bool, twice: bool) -> None:
-        """Add the products of g with the keys to dq (a row block's `first` tile overwrites it), and with the queries to dk."""
+        """Add the products of g with keys to dq, and with queries to dk. `first`: overwrite dq."""
         dk = self.into.dk
         for prefix in reversed(range(len(self.weights))):
             g_RC, block_D = self.g(tile, prefix), self.scores.prefixes.blocks[prefix]
