@@ -19,6 +19,7 @@ from torch import Tensor
 
 from contratile.engine.autograd import pair_stats, stand_in
 from contratile.engine.spec import Inputs, PairStats, SideStats, Spec
+from contratile.engine.summed import summed
 from contratile.losses.batch_stats import BatchStats, Tally, batch_stats
 from contratile.losses.hard_negatives import own_products
 from contratile.losses.options import PairOptions, Rings
@@ -50,7 +51,9 @@ def cross_entropies(
         guide_margin=float(options.guide_margin), guide_relative=options.guide_margin_strategy == "relative"
     )
     share = _shared_cache(spec, rings, options)
-    proxy = None
+    if options.more.several:
+        query, key = summed(query), summed(key)
+    proxy = shared = None
     if options.several_sources and spec.backend != "dense":
         proxy = stand_in(query)
     if proxy is not None:
@@ -82,7 +85,10 @@ def cross_entropies(
     elif options.extra_keys is not None:  # none on any rank: keep them in the graph
         rows = rows._replace(above=rows.above + options.extra_keys.to(stats.pos.dtype).sum())
     if rings.hard is not None and options.hard_negatives is not None and options.hard_negatives.shape[1]:
-        rows = rows.join(_shared_hard_negatives(x, stats, options, share(sum(rings.hard.sizes)), rings.hard), stats)
+        shared = _keys_of(options.hard_negatives)
+        rows = rows.join(
+            _shared_hard_negatives(x, stats, options, share(sum(rings.hard.sizes)), rings.hard, shared), stats
+        )
     elif options.hard_negatives is not None:
         rows = rows.join(_hard_negatives(x, stats, options, options.hard_negatives), stats)
     cols = _tally(stats.col, stats.pos, spared, _without_bias(stats, x)) if spec.cols else None
@@ -91,7 +97,7 @@ def cross_entropies(
         losses = stats.logaddexp(losses, cols.above)
     elif cols is not None:
         losses = losses + _loss(cols, stats.pos, options)
-    for above in _same_type(x, stats, options, share, rings):
+    for above in _same_type(x, stats, options, share, rings, shared):
         losses = stats.logaddexp(losses, above)
     if nested is not None:
         losses = nested.total(losses)
@@ -261,17 +267,23 @@ def _more_keys(
     return tally if given or not options.several_positives else _without_positives(tally)
 
 
-def _shared_hard_negatives(x: Inputs, stats: PairStats, options: PairOptions, spec: Spec, ring: Ring) -> Tally:
+def _keys_of(hard: Tensor) -> Tensor:
+    """All hard negatives as one set of keys."""
+    return summed(hard.flatten(0, 1))
+
+
+def _shared_hard_negatives(
+    x: Inputs, stats: PairStats, options: PairOptions, spec: Spec, ring: Ring, shared: Tensor
+) -> Tally:
     """Hard negatives that all queries are compared with, in one call unless a query's own weigh differently."""
     hard, ids, bias = options.hard_negatives, options.hard_ids, options.hard_bias
     assert hard is not None
     if options.more.own == options.more.in_batch:
-        all_hard, ids, bias = (None if t is None else t.flatten(0, 1) for t in (hard, ids, bias))
-        assert all_hard is not None
+        ids, bias = (None if t is None else t.flatten(0, 1) for t in (ids, bias))
         count = hard.shape[1]
         spec = spec._replace(cache_bytes=spec.cache_bytes * count)
         ring = ring._replace(sizes=tuple(count * size for size in ring.sizes))
-        return _more_keys(x, stats, options, spec, ring, all_hard, ids, bias)
+        return _more_keys(x, stats, options, spec, ring, shared, ids, bias)
     tally = _hard_negatives(x, stats, options, hard)
     for keys, its_ids, its_bias in _columns(hard, ids, bias):
         others = _more_keys(x, stats, options, spec, ring, keys, its_ids, its_bias, exclude_self=True)
@@ -286,7 +298,12 @@ def _columns(hard: Tensor, *more: Tensor | None) -> Iterator[tuple[Any, ...]]:
 
 
 def _same_type(
-    x: Inputs, stats: PairStats, options: PairOptions, share: Callable[[int], Spec], rings: Rings
+    x: Inputs,
+    stats: PairStats,
+    options: PairOptions,
+    share: Callable[[int], Spec],
+    rings: Rings,
+    shared: Tensor | None,
 ) -> list[Tensor]:
     """Log-sum-exps, above the positives' scores, of queries over other queries, and of documents over documents."""
     pos, found = stats.pos, []
@@ -309,6 +326,7 @@ def _same_type(
             read(rings.extra, _compared(x, options.extra_keys, options.extra_ids), exclude_self=False)
         if rings.hard is not None and options.hard_negatives is not None:
             for keys, ids in _columns(options.hard_negatives, options.hard_ids):
+                keys = shared if shared is not None and shared.shape == keys.shape else keys
                 read(rings.hard, _compared(x, keys, ids))
     return found
 
