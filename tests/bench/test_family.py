@@ -124,15 +124,16 @@ def test_options_have_something_to_do() -> None:
     case = CASES["info_nce"]
     problem = case.problem(N, D, scale=14.3)
     plain = case.oracle(*problem.args)
-    for name in ("contratile_ids", "contratile_positives", "contratile_margin"):
-        option = case.contestants[name].oracle
+    for name in ("ids", "positives", "key_bias", "hardness", "margin"):
+        option = case.contestants[f"contratile_{name}"].oracle
         assert option is not None and not torch.isclose(option(*problem.args), plain, rtol=1e-4)
 
 
 def test_every_contestant_has_a_loss() -> None:
     for loss in LOSSES:
         names = FamilyBenchConfig().contestants_of(loss)
-        ours = {"contratile", "contratile_loop" if loss == "matryoshka" else "contratile_cached"}  # it keeps no tiles
+        kept = {"matryoshka": {"contratile_loop"}, "distill": set(), "gist": set()}  # no tiles
+        ours = {"contratile"} | kept.get(loss, {"contratile_cached"})
         assert set(names) == set(CASES[loss].contestants) and ours | {"dense"} < set(names)
         assert any(CASES[loss].contestants[name].package for name in names)
     assert set(BENCH.quick.contestants) < set(FAMILY_CONTESTANTS) and set(BENCH.quick.losses) < set(LOSSES)

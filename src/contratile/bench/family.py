@@ -67,6 +67,7 @@ class FamilySeries(LossSeries):
         case = self.case
         known = case.contestants.get(name)
         about = {"loss": case.name, "views": case.views, "products": case.products}
+        about |= {"beside_products": case.beside_products, "beside_d": case.beside_d(self.d)}
         return {**super().columns(name, n, measured), **about, "package": known.package if known else None}
 
 

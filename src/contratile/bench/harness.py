@@ -14,6 +14,7 @@ import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from statistics import median
 
 import torch
@@ -33,6 +34,7 @@ Notify = Callable[[str], None]
 class GemmLimit:
     """The matrix products of a step, N x M x D (M defaults to N), in blocks of up to 4096 x 4096 x D.
 
+    `beside` adds (products, features) of another model.
     On a GPU they have the dtype of the features; CPUs compute 16-bit features in fp32.
     """
 
@@ -45,21 +47,21 @@ class GemmLimit:
         m: int | None = None,
         *,
         products: int = PRODUCTS,
+        beside: tuple[int, int] = (0, 0),
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.products = products
         self.rows, self.cols = ([min(self.EDGE, x - at) for at in range(0, x, self.EDGE)] for x in (n, m or n))
-        self.a = torch.randn(self.rows[0], d, device=device).to(dtype)
-        self.b = torch.randn(self.cols[0], d, device=device).to(dtype)
+        self.sides = [
+            (count, *(torch.randn(size[0], features, device=device).to(dtype) for size in (self.rows, self.cols)))
+            for count, features in ((products, d), beside)
+        ]
         self.out = torch.empty(self.rows[0] * self.cols[0], device=device, dtype=dtype)
 
     def __call__(self) -> None:
-        for _ in range(self.products):
-            for rows in self.rows:
-                for cols in self.cols:
-                    out = self.out[: rows * cols].view(rows, cols)
-                    torch.mm(self.a[:rows], self.b[:cols].t(), out=out)
+        for products, a, b in self.sides:
+            for rows, cols in products * [*product(self.rows, self.cols)]:
+                torch.mm(a[:rows], b[:cols].t(), out=self.out[: rows * cols].view(rows, cols))
 
 
 @dataclass(kw_only=True)

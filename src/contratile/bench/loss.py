@@ -124,8 +124,9 @@ class LossSeries(LocalSeries[Problems]):
         return step
 
     def limit(self, n: int, shared: Problems) -> Step | Mapping[str, Step]:
-        device = self.clock.device
-        make = partial(GemmLimit, self.case.views * n, self.d, products=self.case.products, device=device)
+        case, device = self.case, self.clock.device
+        beside = case.beside_products, case.beside_d(self.d)
+        make = partial(GemmLimit, case.views * n, self.d, products=case.products, beside=beside, device=device)
         if device.type == "cpu":
             return make()
         by_dtype = cache(lambda dtype: make(dtype=dtype))

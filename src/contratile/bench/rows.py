@@ -77,6 +77,17 @@ class FamilyRow(LossRow):
     products: int
     """Matrix products of that size in the limit."""
 
+    beside_products: int = 0
+    beside_d: int = 0
+    """Products of another model's features in the limit, and how many features it has."""
+
+    @property
+    def limit(self) -> str:
+        """What the limit computes."""
+        size = "N" if self.views == 1 else f"{self.views}N"
+        more = f" and {self.beside_products} of {size} x {size} x {self.beside_d}" if self.beside_products else ""
+        return f"{self.products} products of {size} x {size} x D{more}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RingRow(Row):

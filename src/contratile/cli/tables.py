@@ -84,8 +84,7 @@ def _family_tables(recording: Recording[FamilyRow]) -> list[Table]:
     made = []
     for loss, d in dict.fromkeys((row.loss, row.d) for row in recording.rows):
         rows = [row for row in recording.rows if (row.loss, row.d) == (loss, d)]
-        limit = f"limit: {rows[0].products} products of {_rows_of(rows[0])} x {_rows_of(rows[0])} x D"
-        made.append(_table(f"{loss}, D = {d} · {limit}", LOSS_HEADINGS, None))
+        made.append(_table(f"{loss}, D = {d} · limit: {rows[0].limit}", LOSS_HEADINGS, None))
         _fill(made[-1], rows, _loss_cells)
     headings = ("loss", "D", "N", "ours", "% limit", "MiB", "contestant", "best", "x ours", "MiB")
     summary = _table(f"against their peers · {_hardware(recording)}", headings, None)
@@ -101,10 +100,6 @@ def _family_tables(recording: Recording[FamilyRow]) -> list[Table]:
             )
     summary.caption = f"{TIMES.replace('four', 'the')}{REST}"
     return [*made, summary]
-
-
-def _rows_of(row: FamilyRow) -> str:
-    return "N" if row.views == 1 else f"{row.views}N"
 
 
 def _ring_tables(recording: Recording[RingRow]) -> list[Table]:

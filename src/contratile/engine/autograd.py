@@ -23,6 +23,7 @@ from contratile.engine.backends import dense
 from contratile.engine.compiled import no_second_derivative
 from contratile.engine.passes import backward, forward
 from contratile.engine.spec import InputGrads, Inputs, PairStats, SideStats, Spec, Wanted
+from contratile.engine.summed import GradSum, sums_of
 from contratile.ring.ring import Ring
 
 SMALL = 1 << 20
@@ -46,11 +47,12 @@ def pair_stats(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     elif not torch.compiler.is_compiling() and _is_small(ring, x, spec):
         own = own._replace(cache_bytes=max(SMALL, spec.cache_bytes))
     if not torch.compiler.is_compiling():
-        tensors = _Pairs.apply(ring, own, *x)  # type: ignore[no-untyped-call]  # torch has no types
+        sums = (sums_of(x.query), sums_of(x.key)) if ring.team.size == 1 else (None, None)
+        tensors = _Pairs.apply(ring, own, sums, *x)  # type: ignore[no-untyped-call]  # torch has no types
     elif ring.team.size == 1:
         tensors = compiled.pair_stats(x, own).tensors()
     else:
-        tensors = _graph_break()(ring, own, *x)
+        tensors = _graph_break()(ring, own, (None, None), *x)
     stats = PairStats.of(tensors, spec.unit)
     if symmetric and spec.cols:
         return stats._replace(row=stats.row if spec.rows else SideStats(), col=stats.row)
@@ -82,11 +84,13 @@ class _Pairs(torch.autograd.Function):
     """Forward and backward are one ring pass each, on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, ring: Ring, spec: Spec, *inputs: Any) -> tuple[Tensor | None, ...]:
+    def forward(
+        ctx: Any, ring: Ring, spec: Spec, sums: tuple[GradSum | None, GradSum | None], *inputs: Any
+    ) -> tuple[Tensor | None, ...]:
         with _untracked():
             results = forward(ring, Inputs(*inputs), spec)
         tensors = results.tensors()
-        ctx.ring, ctx.spec = ring, spec
+        ctx.ring, ctx.spec, ctx.sums = ring, spec, sums
         ctx.save_for_backward(*inputs, *tensors)  # all of it is freed by backward
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[t for t in results.constants() if t is not None])
@@ -100,18 +104,27 @@ class _Pairs(torch.autograd.Function):
         results, given = PairStats.of(saved[inputs:]), PairStats.of(grads)
         if ring.team.size > 1:  # what travels must be the same on every rank
             given = _with_zeros(given, results)
-        needs = Inputs(*ctx.needs_input_grad[2:])
+        needs = Inputs(*ctx.needs_input_grad[3:])
         of_query = bool(needs.query or needs.stand_in)
         wanted = Wanted(of_query, *(bool(getattr(needs, name)) for name in Wanted._fields[1:]))
+        of_query_sum, of_key_sum = (None, None) if torch.is_grad_enabled() else ctx.sums
+        into = InputGrads(
+            None if of_query_sum is None or not wanted.query else of_query_sum.total(x.query),
+            None if of_key_sum is None or not wanted.key else of_key_sum.total(x.keys),
+            *(None, None),
+        )
         with _untracked():
-            out = backward(ring, x, spec, results, given, wanted)
+            out = backward(ring, x, spec, results, given, wanted, into)
+        out = out._replace(
+            query=None if into.query is not None else out.query, key=None if into.key is not None else out.key
+        )
         if torch.is_grad_enabled():  # create_graph=True: these gradients may be used, but not differentiated
             anchors = [t for t in (*x, *grads) if t is not None and t.requires_grad]
             out = InputGrads(*(None if t is None else _Final.apply(t, *anchors) for t in out))  # type: ignore[no-untyped-call]
         found: Any = Inputs(*out)  # type: ignore[arg-type]  # None where not wanted
         if x.stand_in is not None:
             found = found._replace(query=None, stand_in=out.query)
-        return None, None, *found
+        return None, None, None, *found
 
 
 def _with_zeros(grads: PairStats, results: PairStats) -> PairStats:

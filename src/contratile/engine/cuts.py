@@ -65,7 +65,10 @@ def tile_plan(ring: Ring, source: int, x: Inputs, spec: Spec) -> TilePlan:
     # With `key=None` two ranks compute the same tiles, one of them transposed.
     flip = x.key is None and source < ring.team.rank
     # Tuned on one machine, so not for tiles that several ranks have to cut alike.
-    own = ring.team.size == 1 and x.key is not None and x.query.is_cpu and spec.tile is None and not spec.prefixes
+    of_other = x.teacher_query if x.guide_query is None else x.guide_query
+    beside = 0 if of_other is None else of_other.shape[1]
+    own = ring.team.size == 1 and x.key is not None and x.query.is_cpu and spec.tile is None
+    own = own and not spec.prefixes and not beside
     plan = make(
         *((m, n) if flip else (n, m)),
         d,
@@ -74,6 +77,7 @@ def tile_plan(ring: Ring, source: int, x: Inputs, spec: Spec) -> TilePlan:
         symmetric=symmetric,
         shape=tuned.tiles(d, itemsize) if own else None,
         prefixes=len(spec.prefixes),
+        beside=beside,
     )
     return plan.transposed() if flip else plan
 

@@ -88,10 +88,19 @@ def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     )
 
 
-def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairStats, wanted: Wanted) -> InputGrads:
+def backward(
+    ring: Ring,
+    x: Inputs,
+    spec: Spec,
+    results: PairStats,
+    grads: PairStats,
+    wanted: Wanted,
+    into: InputGrads | None = None,
+) -> InputGrads:
     """The gradients of the inputs from those of the results. A result without gradient costs nothing.
 
-    With a stand-in the gradient of the queries is not rounded to their dtype.
+    With a stand-in the gradient of the queries is not rounded to their dtype. `into` has tensors of the accumulation
+    dtype that those of queries and keys are added to, on one process.
     """
     spec = _resolved(spec, x)
     alpha = alpha_of(x.scale, spec, accumulation_dtype(x.query.dtype))
@@ -99,10 +108,13 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
     full = x.stand_in is not None
     # dq accumulates in full precision over several blocks, both sides of a tile, or class sums. Otherwise each row is
     # written once.
-    once = alone and not symmetric and not spec.sums and not spec.prefixes
+    query_sum, key_sum = (None, None) if into is None else into[:2]
+    once = alone and not symmetric and not spec.sums and not spec.prefixes and query_sum is None
     dtype = x.query.dtype if once and not full else alpha.dtype
     make = torch.empty if once and ring.sizes[0] else torch.zeros
-    dq = make(x.query.shape, dtype=dtype, device=x.query.device) if wanted.query else None
+    dq = query_sum
+    if dq is None and wanted.query:
+        dq = make(x.query.shape, dtype=dtype, device=x.query.device)
     dscale = alpha.new_zeros(()) if wanted.scale else None
     dbias = alpha.new_zeros(()) if wanted.bias else None
     level = x.query_level if results.level is None else results.level
@@ -140,16 +152,18 @@ def backward(ring: Ring, x: Inputs, spec: Spec, results: PairStats, grads: PairS
             theirs = None if visitor.teacher_grad is None else SideGrad(visitor.teacher_lse, visitor.teacher_grad, None)
             if row_taught is not None or theirs is not None:
                 given = given._replace(teacher=Taughts(row_taught, theirs, results.teacher_pos))
-        dk = block.zeros(x.query, alpha.dtype) if wanted.key and not symmetric else None
+        dk = key_sum
+        if dk is None and wanted.key and not symmetric:
+            dk = block.zeros(x.query, alpha.dtype)
         dkey_bias = block.zeros(x.key_bias, alpha.dtype) if wanted.key_bias and x.key_bias is not None else None
         dkey_norm = block.zeros(factors.key) if dk is not None and factors.key is not None else None
         if dk is not None or dkey_bias is not None:
             block.gathered = KeyGrad(dk, dkey_bias, dkey_norm)
         # With `key=None` both ranks compute their shared tiles, so each takes half.
         dalpha = alpha.new_zeros(()) if dscale is not None and symmetric and not block.home else dscale
-        into = Gradients(dq, dq if mirrored else dk, dalpha, dbias, once, dkey_bias, dnorm, dkey_norm)
+        out = Gradients(dq, dq if mirrored else dk, dalpha, dbias, once, dkey_bias, dnorm, dkey_norm)
         with library_products(spec.precision, x.query):
-            tiles.backward(scores, spec, given, into)
+            tiles.backward(scores, spec, given, out)
         if dscale is not None and dalpha is not None and dalpha is not dscale:
             dscale += dalpha / 2
     if dscale is not None:

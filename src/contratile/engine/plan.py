@@ -22,6 +22,9 @@ WORKSPACE_LIMIT = 40 * MiB
 _TILES = 3
 """Tiles alive at once: scores, gradient and scratch; or product, factors and scratch beside those of prefixes."""
 
+_BESIDE = 2
+"""Further tiles beside those of a teacher or a guide: its products and scratch."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -76,6 +79,9 @@ class TilePlan:
     prefixes: int = 0
     """Tiles of how many prefixes of the features are alive besides."""
 
+    beside: int = 0
+    """Features of another model whose products are computed beside; 0: there is none."""
+
     def __post_init__(self) -> None:
         assert not self.symmetric or (self.n == self.m and self.rows == self.cols), "symmetric tiles are square"
 
@@ -124,8 +130,8 @@ class TilePlan:
     @property
     def workspace_bytes(self) -> int:
         """Peak scratch memory: the tiles, a query block and its gradient, a key block."""
-        tiles = (_TILES + self.prefixes) * self.rows * self.cols
-        return (tiles + (2 * self.rows + self.cols) * self.d) * self.itemsize
+        tiles = (_TILES + self.prefixes + (_BESIDE if self.beside else 0)) * self.rows * self.cols
+        return (tiles + (2 * self.rows + self.cols) * (self.d + self.beside)) * self.itemsize
 
     def __str__(self) -> str:
         return (
@@ -145,13 +151,14 @@ def plan_tiles(
     machine: Machine | None = None,
     shape: tuple[int, int] | None = None,
     prefixes: int = 0,
+    beside: int = 0,
 ) -> TilePlan:
     """Choose the tiles for N queries, M keys and D features.
 
     The rule was found by measuring: a tile takes a quarter of the shared cache (an eighth for small D, where passes
     over the tile cost more than its products), but at least 512 KiB per core. It is taller than wide, because every row
     block passes over all key gradients once. Tiles shrink if long features would exceed the workspace, and with
-    several prefixes, whose tiles are alive at once.
+    several prefixes or another model, whose tiles are alive at once.
 
     Args:
         n: Number of queries.
@@ -164,6 +171,7 @@ def plan_tiles(
         shape: Height and width to start from instead of this rule, as measured by `contratile doctor --tune`. Unlike
             `tile`, they still shrink to fit the workspace. Not for symmetric scores.
         prefixes: Prefixes of the features with scores of their own, see `matryoshka_dims` of `clip_loss`.
+        beside: Features of a teacher or guide, see `teacher` and `guide` of `clip_loss`.
 
     Returns:
         The `TilePlan`; printing it shows the tiles and their workspace.
@@ -176,19 +184,20 @@ def plan_tiles(
     if tile is not None:
         rows, cols = max(1, min(tile, n)), max(1, min(tile, m))
     else:
+        several = prefixes > 1 or beside > 0
         if shape is None or symmetric:
             machine = machine or this_machine()
             share = machine.shared_cache // (4 if d >= 256 else 8)
-            area = max(share, machine.cores * 512 * KiB) // itemsize // (1 if prefixes < 2 else 4)
+            area = max(share, machine.cores * 512 * KiB) // itemsize // (4 if several else 1)
             height = isqrt(area if symmetric else max(area, machine.shared_cache // 2 // itemsize))
-            if prefixes > 1:  # tiles are read more often than key gradients
+            if several:  # tiles are read more often than key gradients
                 height = isqrt(area)
             rows = max(16, min(n, height))
             cols = rows if symmetric else max(16, min(m, area // rows))
         else:
             rows, cols = max(16, min(n, shape[0])), max(16, min(m, shape[1]))
-        alive = _TILES + prefixes
-        while (alive * rows * cols + (2 * rows + cols) * d) * itemsize > WORKSPACE_LIMIT and max(rows, cols) > 16:
+        alive, width = _TILES + prefixes + (_BESIDE if beside else 0), d + beside
+        while (alive * rows * cols + (2 * rows + cols) * width) * itemsize > WORKSPACE_LIMIT and max(rows, cols) > 16:
             if symmetric or rows >= cols:
                 rows = max(16, rows * 7 // 8)
             if symmetric or cols > rows:
@@ -205,6 +214,7 @@ def plan_tiles(
         symmetric=symmetric,
         diagonal=diagonal,
         prefixes=prefixes,
+        beside=beside,
     )
 
 

@@ -18,12 +18,14 @@ from torch import Tensor
 
 from contratile.engine.autograd import pair_stats, stand_in
 from contratile.engine.spec import Inputs, PairStats, Spec
+from contratile.engine.summed import summed
 from contratile.losses.batch_stats import BatchStats, Tally, all_negatives, batch_stats
 from contratile.losses.beside import LossTerms
 from contratile.losses.call import Call, Rings
 from contratile.losses.hard_negatives import own_products
 from contratile.losses.more_negatives import (
     extra_keys,
+    keys_of,
     own_hard_negatives,
     products_with,
     same_type,
@@ -51,7 +53,9 @@ def cross_entropies(
     spec = _asked(spec, options)
     nested = options.matryoshka
     share = _shared_cache(spec, rings, options)
-    proxy = None
+    if options.more.several:
+        query, key = summed(query), summed(key)
+    proxy = shared = None
     if options.several_sources and spec.backend != "dense":
         proxy = stand_in(query)
     if proxy is not None:
@@ -84,7 +88,9 @@ def cross_entropies(
     elif options.extra_keys is not None:  # none on any rank: keep them in the graph
         rows = rows._replace(above=rows.above + options.extra_keys.to(stats.pos.dtype).sum())
     if rings.hard is not None and options.hard_negatives is not None and options.hard_negatives.shape[1]:
-        rows = rows.join(shared_hard_negatives(x, stats, options, share(sum(rings.hard.sizes)), rings.hard), stats)
+        shared = keys_of(options.hard_negatives)
+        spec_of_hard = share(sum(rings.hard.sizes))
+        rows = rows.join(shared_hard_negatives(x, stats, options, spec_of_hard, rings.hard, shared), stats)
     elif options.hard_negatives is not None:
         rows = rows.join(own_hard_negatives(x, stats, options, options.hard_negatives), stats)
     cols = tally_of(stats.col, stats.pos, spared, without_bias(stats, x)) if spec.cols else None
@@ -94,7 +100,7 @@ def cross_entropies(
     elif cols is not None:
         losses = losses + _loss(cols, stats.pos, options)
     if options.more.several:
-        for above in same_type(x, stats, options, share, rings):
+        for above in same_type(x, stats, options, share, rings, shared):
             losses = stats.logaddexp(losses, above)
     if nested is not None:
         losses = nested.total(losses)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from contratile.engine.autograd import pair_stats
 from contratile.engine.spec import Inputs, Spec
+from contratile.engine.summed import summed
 from contratile.errors import check_pairs
 from contratile.losses.beside import Guide
 from contratile.losses.call import Call
@@ -61,6 +62,7 @@ def gist_loss(
 
     call = Call("gist_loss", {"query": query, "key": key}, {"scale": scale}, spec, "mean", options)
     rings = call.start(group, check)
+    query, key = summed(query), summed(key)
     labels = torch.arange(len(query), device=query.device)
     losses = cross_entropies(query, key, scale, labels, options, spec, rings)
     stats, above = losses.stats, losses.per_pair

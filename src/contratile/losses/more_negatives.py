@@ -13,6 +13,7 @@ from torch import Tensor
 
 from contratile.engine.autograd import pair_stats, stand_in
 from contratile.engine.spec import Inputs, PairStats, Spec
+from contratile.engine.summed import summed
 from contratile.losses.batch_stats import Tally
 from contratile.losses.call import Rings
 from contratile.losses.hard_negatives import own_products
@@ -75,17 +76,23 @@ def _more_keys(
     return tally if given or not options.several_positives else without_positives(tally)
 
 
-def shared_hard_negatives(x: Inputs, stats: PairStats, options: PairOptions, spec: Spec, ring: Ring) -> Tally:
+def keys_of(hard: Tensor) -> Tensor:
+    """All hard negatives as one set of keys."""
+    return summed(hard.flatten(0, 1))
+
+
+def shared_hard_negatives(
+    x: Inputs, stats: PairStats, options: PairOptions, spec: Spec, ring: Ring, shared: Tensor
+) -> Tally:
     """Hard negatives that all queries are compared with, in one call unless a query's own weigh differently."""
     hard, ids, bias = options.hard_negatives, options.hard_ids, options.hard_bias
     assert hard is not None
     if options.more.own == options.more.in_batch:
-        all_hard, ids, bias = (None if t is None else t.flatten(0, 1) for t in (hard, ids, bias))
-        assert all_hard is not None
+        ids, bias = (None if t is None else t.flatten(0, 1) for t in (ids, bias))
         count = hard.shape[1]
         spec = spec._replace(cache_bytes=spec.cache_bytes * count)
         ring = ring._replace(sizes=tuple(count * size for size in ring.sizes))
-        return _more_keys(x, stats, options, spec, ring, all_hard, ids, bias)
+        return _more_keys(x, stats, options, spec, ring, shared, ids, bias)
     tally = own_hard_negatives(x, stats, options, hard)
     for keys, its_ids, its_bias in _columns(hard, ids, bias):
         others = _more_keys(x, stats, options, spec, ring, keys, its_ids, its_bias, exclude_self=True)
@@ -100,7 +107,12 @@ def _columns(hard: Tensor, *more: Tensor | None) -> Iterator[tuple[Any, ...]]:
 
 
 def same_type(
-    x: Inputs, stats: PairStats, options: PairOptions, share: Callable[[int], Spec], rings: Rings
+    x: Inputs,
+    stats: PairStats,
+    options: PairOptions,
+    share: Callable[[int], Spec],
+    rings: Rings,
+    shared: Tensor | None,
 ) -> list[Tensor]:
     """Log-sum-exps, above the positives' scores, of queries over other queries, and of documents over documents."""
     pos, found = stats.pos, []
@@ -123,6 +135,7 @@ def same_type(
             read(rings.extra, _compared(x, options.extra_keys, options.extra_ids), exclude_self=False)
         if rings.hard is not None and options.hard_negatives is not None:
             for keys, ids in _columns(options.hard_negatives, options.hard_ids):
+                keys = shared if shared is not None and shared.shape == keys.shape else keys
                 read(rings.hard, _compared(x, keys, ids))
     return found
 

@@ -17,6 +17,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contratile import clip_loss, info_nce, nt_xent, reference, siglip_loss, sup_con
+from contratile.bench.contestants.beside import (
+    GIST_MINI_BATCH,
+    GUIDE,
+    GUIDED,
+    STUDENT,
+    TEACHER,
+    TEACHER_WIDTH,
+    cached_gist,
+    distilled,
+    gist,
+    gist_dense,
+    guided,
+    open_clip_distill,
+    taught,
+)
 from contratile.bench.contestants.directions import PAIRS, TRIPLETS, gte, gte_hard, theirs, triplets
 from contratile.bench.contestants.loss import (
     CLIP,
@@ -29,12 +44,14 @@ from contratile.bench.contestants.loss import (
     backward,
     sentence_transformers_cached,
 )
+from contratile.bench.contestants.matryoshka import looped, matryoshka_loss, nested
 
 CLASS = 8
 """Examples per class in a labelled problem."""
 BIAS = -10.0
 """The initial bias of SigLIP."""
 MARGIN = 0.1
+HARDNESS = 5.0
 SYMMETRIC = 2
 """Products of a symmetric score matrix: half the tiles of each of four products."""
 
@@ -117,48 +134,6 @@ def _sentence_transformers() -> LossStep:
     return _fixed(make)
 
 
-def widths(d: int) -> tuple[int, ...]:
-    """Matryoshka dimensions of D features: 64, 128, 256, ... and D."""
-    return (*(64 << power for power in range(d) if 64 << power < d), d)
-
-
-def _nested(loss: LossFunction) -> LossFunction:
-    """The loss summed over dimensions."""
-    return lambda query, key, scale, **how: loss(query, key, scale, matryoshka_dims=widths(query.shape[1]), **how)
-
-
-def _looped(loss: LossFunction) -> LossFunction:
-    """The same with a call for each dimension."""
-
-    def summed(query: Tensor, key: Tensor, scale: Tensor, **how: Any) -> Tensor:
-        cut = ((F.normalize(x[:, :dim], dim=1) for x in (query, key)) for dim in widths(query.shape[1]))
-        return torch.stack([loss(*sides, scale, **how) for sides in cut]).sum()
-
-    return summed
-
-
-def _matryoshka_loss() -> LossStep:
-    from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss, MultipleNegativesRankingLoss
-
-    class Given(torch.nn.Module):
-        """Embeddings are given: no model is run."""
-
-        def get_embedding_dimension(self) -> None:
-            """Read for labels that are embeddings, which these are not."""
-
-        def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-            return dict(features)
-
-    def make(scale: float, dims: tuple[int, ...]) -> LossFunction:
-        model: Any = Given()
-        both: Any = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
-        loss = MatryoshkaLoss(model, MultipleNegativesRankingLoss(model, scale=scale, **both), dims)
-        return lambda *columns: loss([{"sentence_embedding": x} for x in columns], torch.empty(0))
-
-    module = cache(make)
-    return backward(lambda query, key, scale: module(scale.item(), widths(query.shape[1]))(query, key))
-
-
 def _info_nce_pytorch() -> LossStep:
     from info_nce import InfoNCE
 
@@ -168,6 +143,18 @@ def _info_nce_pytorch() -> LossStep:
 def _pairs(query: Tensor) -> Tensor:
     """Ids that each occur twice."""
     return torch.arange(len(query), device=query.device) // 2
+
+
+def _rare(query: Tensor) -> Tensor:
+    """-log q of keys, of which the first occurs e squared times as often as the last."""
+    return torch.linspace(-1, 1, len(query), device=query.device)
+
+
+def unpaired(loss: LossFunction) -> LossFunction:
+    """`info_nce` with keys of its own for negatives, and none from the batch."""
+    return lambda query, key, others, scale, **how: loss(
+        query, key, scale, extra_keys=others, in_batch_negatives=False, **how
+    )
 
 
 def _ours(loss: LossFunction, *, about: str, views: int = 1, products: int = 4) -> list[LossContestant]:
@@ -315,6 +302,12 @@ FAMILY = (
                 lambda query: {"ids": _pairs(query), "same_id": "positive"},
                 "info_nce with the same ids as further positives",
             ),
+            _option("contratile_key_bias", lambda query: {"key_bias": _rare(query)}, "info_nce with key_bias"),
+            _option(
+                "contratile_hardness",
+                lambda query: {"hardness_mode": "in_batch_negatives", "hardness_strength": HARDNESS},
+                f"info_nce with hardness_strength={HARDNESS} for negatives of the batch",
+            ),
             _option("contratile_margin", lambda query: {"margin": MARGIN}, f"info_nce with margin={MARGIN}"),
             LossContestant(
                 name="info_nce_pytorch",
@@ -326,6 +319,23 @@ FAMILY = (
             ),
         ],
         dense=7.1,
+    ),
+    _case(
+        "unpaired",
+        unpaired(reference.info_nce),
+        [
+            *_ours(unpaired(info_nce), about="info_nce with extra_keys and in_batch_negatives=False"),
+            LossContestant(
+                name="info_nce_pytorch",
+                load=_info_nce_pytorch,
+                about="InfoNCE(temperature) with unpaired negatives, cosines",
+                matrices=3.2,
+                package="info-nce-pytorch",
+                oracle=normalised(unpaired(reference.info_nce)),
+            ),
+        ],
+        dense=7.1,
+        problem=triplets,
     ),
     _case(
         "gte",
@@ -350,29 +360,77 @@ FAMILY = (
     ),
     _case(
         "matryoshka",
-        _nested(reference.clip_loss),
+        nested(reference.clip_loss),
         [
             LossContestant(
                 name="contratile",
-                load=lambda: backward(partial(_nested(clip_loss), group=None)),
+                load=lambda: backward(partial(nested(clip_loss), group=None)),
                 about="clip_loss with matryoshka_dims 64, 128, ... and D",
                 linear=64,
             ),
             LossContestant(
                 name="contratile_loop",
-                load=lambda: backward(partial(_looped(clip_loss), group=None)),
+                load=lambda: backward(partial(looped(clip_loss), group=None)),
                 about="a call of clip_loss for each dimension",
                 linear=4096,
             ),
             LossContestant(
                 name="sentence_transformers",
-                load=_matryoshka_loss,
+                load=matryoshka_loss,
                 about="MatryoshkaLoss around MultipleNegativesRankingLoss, both directions averaged",
                 matrices=14.0,
                 package="sentence-transformers",
             ),
         ],
         dense=20.0,
+    ),
+    _case(
+        "distill",
+        distilled(reference.clip_loss),
+        [
+            LossContestant(
+                name="contratile",
+                load=lambda: backward(partial(distilled(clip_loss), group=None)),
+                about="clip_loss with a teacher",
+                linear=32,
+            ),
+            LossContestant(
+                name="open_clip",
+                load=open_clip_distill,
+                about="DistillClipLoss(), the sum of its terms",
+                matrices=11.5,
+                package="open_clip_torch",
+            ),
+        ],
+        dense=22.0,
+        problem=taught,
+        products=STUDENT,
+        beside_products=TEACHER,
+        beside_width=TEACHER_WIDTH,
+    ),
+    _case(
+        "gist",
+        gist_dense,
+        [
+            LossContestant(
+                name="contratile",
+                load=lambda: backward(gist),
+                about="the loss of GISTEmbedLoss, all contrasts, of unit features",
+                linear=32,
+            ),
+            LossContestant(
+                name="sentence_transformers_cached",
+                load=cached_gist,
+                about=f"the loss stage of CachedGISTEmbedLoss, mini-batch {GIST_MINI_BATCH}, cosines",
+                linear=8 * GIST_MINI_BATCH * 256,
+                package="sentence-transformers",
+                oracle=normalised(gist_dense),
+            ),
+        ],
+        dense=11.0,
+        problem=guided,
+        products=GUIDED,
+        beside_products=GUIDE,
     ),
 )
 CASES = {case.name: case for case in (CLIP, *FAMILY)}

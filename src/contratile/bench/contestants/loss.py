@@ -94,7 +94,10 @@ class LossProblem:
 
     def double(self) -> "LossProblem":
         """Return the same numbers in fp64."""
-        return LossProblem(tuple(x.detach().double().requires_grad_() if x.requires_grad else x for x in self.args))
+        numbers = (x.detach().double() if x.is_floating_point() else x for x in self.args)
+        return LossProblem(
+            tuple(x.requires_grad_(own.requires_grad) for x, own in zip(numbers, self.args, strict=True))
+        )
 
     def bind(self, step: LossStep) -> Callable[[], Tensor]:
         """Return the step on this problem; gradients are dropped before each call, as an optimizer would."""
@@ -123,6 +126,16 @@ class Case:
 
     products: int = PRODUCTS
     """Products of that size in a step that keeps no scores: half as many if the scores are symmetric."""
+
+    beside_products: int = 0
+    """The same of another model's features."""
+
+    beside_width: float = 1.0
+    """Features of the other model for each of these."""
+
+    def beside_d(self, d: int) -> int:
+        """How many features the other model has; 0 if there is none."""
+        return int(self.beside_width * d) if self.beside_products else 0
 
 
 def backward(loss: LossFunction) -> LossStep:

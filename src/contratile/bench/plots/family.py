@@ -88,8 +88,7 @@ def _ratio_panel(axes: "Axes", rows: Sequence[FamilyRow], lines: list[tuple[str,
         axes.annotate(text, (ratio, y), xytext=(7, 0), textcoords="offset points", va="center", fontsize="small")
         if row.contestant == "contratile":
             axes.plot(row.limit_seconds / row.seconds_best, y, "|", color="#777777", markersize=13, markeredgewidth=2)
-            views = "N" if row.views == 1 else f"{row.views}N"
-            limit = f"limit (grey): {row.products} products of {views} x {views}"
+            limit = f"limit (grey): {row.limit}"
             where = (1.0, lines.index((row.loss, None)))
             axes.annotate(limit, where, xytext=(7, 0), textcoords="offset points", va="center", fontsize="small")
     low, high = axes.get_xlim()

@@ -1,0 +1,118 @@
+"""Contestants of losses that take a second opinion: a teacher's softmax (distillation) and a guide's (GIST).
+
+    problem = taught(1024, 256, scale=20.0)
+    value = distilled(clip_loss)(*problem.args)
+    value = gist(*guided(1024, 256, scale=20.0).args)
+
+The other model's features are constants. Products of a step, forward and backward: 4 of the student and 2 of the
+teacher. With a guide, queries x keys take 4 and 2 of the guide; queries x queries and keys x keys are symmetric, so
+that each takes 2 and 1.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from contratile.bench.contestants.loss import LossFunction, LossProblem, LossStep, backward
+from contratile.losses.gist import gist_loss
+from contratile.losses.options import PairOptions
+
+STUDENT, TEACHER = 4, 2
+"""Products of a step of distillation."""
+TEACHER_WIDTH = 1.5
+"""Features of the teacher for each of the student: 768 beside 512."""
+GUIDED, GUIDE = 8, 4
+"""Products of a step of GIST."""
+ALIKE = 8
+"""Pairs that a guide finds alike: what it drops."""
+GIST_MINI_BATCH = 32
+"""The default of sentence-transformers' cached loss, which takes mini-batch x N x D numbers at once."""
+
+
+def taught(n: int, d: int, **how: Any) -> LossProblem:
+    """Make pairs and a scale, then a teacher's features and scale; keywords are those of `LossProblem.make`."""
+    student = LossProblem.make(n, d, **how)
+    how["seed"] = how.get("seed", 0) + 1
+    teacher = LossProblem.make(n, int(TEACHER_WIDTH * d), **how)
+    return LossProblem((*student.args, *(x.detach() for x in teacher.args)))
+
+
+def guided(n: int, d: int, **how: Any) -> LossProblem:
+    """Make pairs and a scale, then a guide's features, by which pairs of a class are as similar as those of a row."""
+    args = LossProblem.make(n, d, **how).args
+    random = torch.Generator().manual_seed(n + d + 1 + how.get("seed", 0))
+    centres = F.normalize(torch.randn(n, d, generator=random), dim=1)[torch.arange(n) % max(1, n // ALIKE)]
+    noise = (torch.randn(n, d, generator=random).mul_(1.5 / d**0.5) for _ in range(2))
+    return LossProblem((*args, *(F.normalize(x.add_(centres), dim=1).to(args[0]) for x in noise)))
+
+
+def distilled(loss: LossFunction) -> LossFunction:
+    """`clip_loss` with a teacher, ours or the reference."""
+    return lambda image, text, scale, *teacher, **how: loss(image, text, scale, teacher=teacher, **how)
+
+
+def open_clip_distill() -> LossStep:
+    """The sum of both terms of open_clip's loss."""
+    from open_clip.loss import DistillClipLoss
+
+    module = DistillClipLoss()
+    return backward(lambda *args: sum(module(*args)))
+
+
+def gist(query: Tensor, key: Tensor, scale: Tensor, *guide: Tensor) -> Tensor:
+    """Our loss of pairs, with all contrasts of GIST."""
+    of_query, of_key = guide
+    more = {"contrast_queries": True, "contrast_keys": True}
+    return gist_loss(query, key, scale, PairOptions(), (of_query, of_key), **more, group=None)
+
+
+def gist_dense(query: Tensor, key: Tensor, scale: Tensor, *guide: Tensor) -> Tensor:
+    """The same from matrix products of all scores."""
+    of_query, of_key = guide
+    limit = (of_query * of_key).sum(1, keepdim=True)
+    scores = []
+    for a, b, by_a, by_b in (
+        (query, key, of_query, of_key),
+        (query, query, of_query, of_query),
+        (key, key, of_key, of_key),
+    ):
+        dropped = by_a @ by_b.T > limit
+        if not scores:
+            dropped.fill_diagonal_(False)
+        scores.append((scale * a @ b.T).masked_fill_(dropped, -torch.inf))
+    return F.cross_entropy(torch.cat(scores, 1), torch.arange(len(query), device=query.device))
+
+
+def cached_gist() -> LossStep:
+    """The loss stage of sentence-transformers' cached loss, with gradients of the embeddings."""
+    from sentence_transformers.sentence_transformer.losses import CachedGISTEmbedLoss
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    class Given(torch.nn.Module):
+        """Embeddings are given: no model is run."""
+
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
+        max_seq_length = 1
+
+        def __getitem__(self, at: int) -> torch.nn.Module:
+            """Its first module, which is asked for its kind."""
+            return torch.nn.Identity()
+
+    model: Any = Given()
+    module = cache(
+        lambda scale: CachedGISTEmbedLoss(model, model, temperature=1 / scale, mini_batch_size=GIST_MINI_BATCH)
+    )
+
+    def step(query: Tensor, key: Tensor, scale: Tensor, *guide: Tensor) -> Tensor:
+        columns: Any = [[x] for x in (query, key)], [[x] for x in guide]
+        value: Tensor = module(scale.item()).calculate_loss(*columns, with_backward=True)
+        return value
+
+    return step
