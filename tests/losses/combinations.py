@@ -67,7 +67,8 @@ class Combination:
         return self.split(x, OWNERS[name], rank) if name in OWNERS else x
 
     def split(self, x: Tensor, owner: str, rank: int) -> Tensor:
-        return torch.split(x, list(self.sizes[owner]))[rank]
+        found: Tensor = x.split(list(self.sizes[owner]))[rank]  # type: ignore[no-untyped-call]
+        return found
 
     def all_labels(self) -> Tensor:
         """For each query of the whole batch the place of its positive among all keys."""
