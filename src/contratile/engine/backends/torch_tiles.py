@@ -60,15 +60,17 @@ def forward(scores: Scores, spec: Spec, pos: Tensor | None) -> tuple[SideParts, 
                 if prefixes.asked:
                     s_RC = _times_factor(p_RC, prefixes.factor(at, tile, spare_RC), out=ws.tile(2, tile))
                 if not spec.compares:
-                    score_(scores, s_RC, tile)
+                    score_(scores, s_RC, tile, bias=not scores.biased_late)
                     if known is not None:
                         _read_positives(s_RC, tile, rule, known)
                 rule.exclude_(s_RC, tile)
                 if ranks is not None:
                     ranks.read(s_RC, spare_RC, tile)
                 if spec.compares and not spec.filters:
-                    score_(scores, s_RC, tile)
+                    score_(scores, s_RC, tile, bias=not scores.biased_late)
                 reader.read(s_RC, spare_RC, tile)
+    if pos is not None and scores.biased_late and scores.col_bias is not None:
+        pos.add_(rule.of_positives(scores.col_bias))
     parts = [reader.parts() for reader in readers]
     rows, cols = map(SideParts.stacked, zip(*parts, strict=True)) if prefixes.asked else parts[0]
     if ranks is not None:
@@ -224,7 +226,8 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
     of_query = dq is not None or (dalpha is not None and prefixes.asked)
     keep_scores = dalpha is not None and not of_query
     # Scores are kept without biases, which would round them.
-    apart = keep_scores and not spec.filters and not (scores.bias is None and scores.col_bias is None)
+    late = scores.biased_late
+    apart = keep_scores and not spec.filters and not late and not (scores.bias is None and scores.col_bias is None)
     ws = Workspace(
         plan, scores.q, scores.key, tiles=(3 if keep_scores else 2) if not prefixes.asked else 3 + len(weights)
     )
@@ -252,7 +255,7 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
                         factor_RC = prefixes.factor(prefix, tile, ws.tile(2, tile))
                         s_RC = _times_factor(p_RC, factor_RC, out=g_RC)
                     if not spec.filters:
-                        score_(scores, s_RC, tile, bias=not apart)
+                        score_(scores, s_RC, tile, bias=not (apart or late))
                     rule.exclude_(s_RC, tile)
                 weigher.weigh(_biased(scores, s_RC, tile, out=g_RC) if apart else s_RC, g_RC, spare_RC, tile)
                 for at in rule.places(g_RC, tile):
