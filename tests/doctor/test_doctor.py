@@ -51,7 +51,9 @@ def test_a_healthy_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert checked == {(backend, loss, dtype) for backend, dtype in kinds for loss in losses}
     assert all(row["ok"] and row["value_error"] <= row["value_allowed"] for row in found["accuracy"])
     assert {row["backend"] for row in found["timing"] if row["seconds"] > 0} == {"dense", "torch"}
-    assert not found["problems"] and found["verdict"] == f"healthy: {3 * len(losses)} of {3 * len(losses)} checks passed"
+    assert (
+        not found["problems"] and found["verdict"] == f"healthy: {3 * len(losses)} of {3 * len(losses)} checks passed"
+    )
 
 
 @pytest.mark.parametrize("rich", [True, False], ids=["rich", "plain"])

@@ -767,7 +767,7 @@ def test_metric_learning_modules_can_be_stored(tmp_path: Path) -> None:
     from pytorch_metric_learning.losses import BaseMetricLossFunction
 
     embeddings, labels = views()[0], LABELS["classes"]
-    for kind, _ in kinds():
+    for kind in (pml.NTXentLoss, pml.SupConLoss):
         loss = kind(temperature=nn.Parameter(torch.tensor(0.2)))
         torch.save(loss, tmp_path / "loss.pt")
         for other in (torch.load(tmp_path / "loss.pt", weights_only=False), copy.deepcopy(loss), type(loss)(0.2)):

@@ -67,15 +67,15 @@ class Combination:
         return self.split(x, OWNERS[name], rank) if name in OWNERS else x
 
     def split(self, x: Tensor, owner: str, rank: int) -> Tensor:
-        found: Tensor = x.split(list(self.sizes[owner]))[rank]  # type: ignore[no-untyped-call]
-        return found
+        return torch.split(x, list(self.sizes[owner]))[rank]
 
     def all_labels(self) -> Tensor:
         """For each query of the whole batch the place of its positive among all keys."""
         starts = [0, *accumulate(self.sizes["key"])]
         own = self.constants.get("labels", torch.cat([torch.arange(n) for n in self.sizes["query"]]))
-        first = torch.cat([torch.full((n,), at) for n, at in zip(self.sizes["query"], starts, strict=False)])
-        return first + own
+        both = zip(self.sizes["query"], starts, strict=False)
+        labels: Tensor = own + torch.cat([torch.full((n,), at) for n, at in both])
+        return labels
 
     def __str__(self) -> str:
         shapes = " ".join(f"{name}{list(x.shape)}" for name, x in self.leaves.items())

@@ -36,9 +36,10 @@ eps             what any computation in that dtype loses; the last four grow wit
               - for `sup_con` and smoothed targets, `ROUNDINGS` roundings of the largest score: sums over classes come
                 from the features in fp64, beside scores that are rounded; the formula rounds both alike. And of their
                 gradients those of a sum of N terms, which the formula takes after positives and negatives cancel.
-              - with a teacher, likewise: the mean of scores under its softmax is taken from a log-sum-exp, also of one key.
-              - for truncated rows that are divided by their norms, `ROUNDINGS` and those of a sum of N terms for features:
-                the part of a gradient along the row is taken off, which may be all of it.
+              - with a teacher, likewise: the mean of scores under its softmax is taken from a log-sum-exp, also of one
+                key.
+              - for truncated rows that are divided by their norms, `ROUNDINGS` and those of a sum of N terms for
+                features: the part of a gradient along the row is taken off, which may be all of it.
               - for hard negatives, two roundings of the largest score: theirs is not made by the product that makes the
                 positive's. With a guide also for extra keys, which are joined by how far sums are above the positive's
                 score: without a guide no more than the largest score is near it, with one all that is may be dropped.

@@ -66,7 +66,7 @@ class Case:
     @property
     def factor(self) -> float:
         """No score is larger than this times a product. Rows read those of hard negatives with another factor."""
-        return self.scale + self.constants.get("hardness_strength", 0.0)
+        return self.scale + float(self.constants.get("hardness_strength", 0.0))
 
     @property
     def reach(self) -> float:
@@ -75,7 +75,7 @@ class Case:
             return max(self.sizes)
         rows = [x.double().flatten(0, -2) for x in self.leaves.values() if x.dim() and x.numel()]
         norms = [x[:, :dim].norm(dim=1).min() for x in rows for dim in self.constants["matryoshka_dims"]]
-        many = self.rows if self.loss == "siglip_loss" else 1  # weights of a softmax add up to 1
+        many: int = self.rows if self.loss == "siglip_loss" else 1  # weights of a softmax add up to 1
         return many / max(1e-12, float(torch.stack(norms).min()))
 
     @property
@@ -83,7 +83,7 @@ class Case:
         """How many losses are added, each with its weight."""
         dims = self.constants.get("matryoshka_dims", (0,))
         teacher = self.constants.get("teacher_weight", 1.0) if "teacher" in self.constants else 0.0
-        return sum(self.constants.get("matryoshka_weights", [1.0] * len(dims))) + teacher
+        return float(sum(self.constants.get("matryoshka_weights", [1.0] * len(dims))) + teacher)
 
     @property
     def bound(self) -> float:
@@ -322,8 +322,9 @@ def _objective(case: Case, r: Draw) -> None:
             options["share_hard_negatives"] = True
     if objective == "directions":
         more = [name for name in ("query_to_query", "doc_to_query", "doc_to_doc") if r.chance(0.6)]
+        more = ["doc_to_query"] if r.chance(0.3) else more
         options["directions"] = ("query_to_doc", *more)
-        if more in ([], ["doc_to_query"]):
+        if more == ["doc_to_query"]:
             options["partition_mode"] = r.one(["joint", "per_direction"])
     if objective == "hardness" or (objective == "directions" and r.chance(0.5)):
         options["hardness_mode"] = r.one(["in_batch_negatives", "hard_negatives", "all_negatives"])

@@ -108,7 +108,8 @@ def check_accuracy(
     d: int = 40,
     precision: str | None = None,
 ) -> Accuracy:
-    """Compare a loss, or a loss with an option, of N pairs with fp64, allowing for the error that the dense formula has in the same dtype."""
+    """Compare a loss of N pairs, or an option of one, with fp64. The dense formula has an error in the same dtype, too,
+    which is allowed."""
     exact, allowed = _yardstick(device, loss, dtype, n, d)
     if precision == "tf32":  # operands of 11 bits
         allowed = allowed[0] + SCALE * 2.0**-11, allowed[1] + SCALE * 2.0**-10

@@ -4,10 +4,10 @@
     loss = NTXentLoss(temperature=0.07)(embeddings, labels)              # or (..., ref_emb=, ref_labels=)
 
 Distances are cosines (the default: embeddings are normalised here) and dot products, reducers the default, the mean and
-the sum. `indices_tuple` of miners restricts the pairs, and the losses work inside the package's `SelfSupervisedLoss`
-and `CrossBatchMemory`. Other distances, reducers and regularizers raise an error, in the constructor or when they are
-set later. `DistributedLossWrapper` accepts them as well. Labels are compared for equality: integers, floats or bools. Losses of 16-bit embeddings are fp32, where the
-package returns 16 bits.
+the sum. `indices_tuple` of miners restricts the pairs, and the losses work inside the package's `SelfSupervisedLoss`,
+`CrossBatchMemory` and `DistributedLossWrapper`. Other distances, reducers and regularizers raise an error, in the
+constructor or when they are set later. Labels are compared for equality: integers, floats or bools. Losses of 16-bit
+embeddings are fp32, where the package returns 16 bits.
 """
 
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ class _LabelLoss(CheckedModule):
     """
 
     def __new__(cls, *arguments: Any, **options: Any) -> "_LabelLoss":
-        return super().__new__(_known_to_package(cls))
+        return super().__new__(_known_to_package(cls))  # type: ignore[arg-type]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickled, (self.importable or type(self),), self.__dict__

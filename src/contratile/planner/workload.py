@@ -67,7 +67,7 @@ class LossFacts:
 
     @property
     def key_sets(self) -> int:
-        """Sets of keys, each as many as pairs, that queries are compared with: documents, and shared hard negatives."""
+        """Sets of as many keys as pairs that queries are compared with: documents, shared hard negatives."""
         return 1 + (self.negatives if self.shared_negatives else 0)
 
     @property
@@ -76,7 +76,7 @@ class LossFacts:
         return len(set(ONE_TYPE) & set(self.directions))
 
     def blocks(self, ranks: int) -> float:
-        """Blocks of one rank's rows against as many keys that a rank computes, each as the four products of `clip_loss`.
+        """Blocks of one rank's rows against as many keys that it computes, each the four products of `clip_loss`.
 
         A set with itself is half a block on one process. Over ranks no gradient of keys is needed: three products.
         """
