@@ -28,14 +28,16 @@ eps             what any computation in that dtype loses; the last four grow wit
                 closer than that, however small the loss. Not for a single pair, which has nothing to round (but if
                 the target is smoothed, which multiplies by parts of 1).
               - half a unit in the last place of the largest element, if it is returned in 16 bit: the result is
-                rounded, and to which side is luck in both.
+                rounded, and to which side is luck in both. With "doc_to_doc" three for documents: gradients of two
+                calls are rounded, and so is their sum.
               - the smallest number of the dtype: below it there is nothing to be precise with. Exponentials of fp32
                 end at about 1e-38, and what they are multiplied with (scale and features) is below 1e10 here.
               - for kinds of numbers with exact ties, one rounding of the largest score: log-sum-exps of tied scores
                 are all rounded alike, by how far log(ties) is from a whole last place, which no move draws anew.
-              - for `sup_con` and smoothed targets, `ROUNDINGS` roundings of the largest score: sums over classes come
-                from the features in fp64, beside scores that are rounded; the formula rounds both alike. And of their
-                gradients those of a sum of N terms, which the formula takes after positives and negatives cancel.
+              - for `sup_con`, several positives and smoothed targets, `ROUNDINGS` roundings of the largest score: sums
+                over classes come from the features in fp64, beside scores that are rounded; the formula rounds both
+                alike. And of their gradients those of a sum of N terms, which the formula takes after positives and
+                negatives cancel.
               - with a teacher, likewise: the mean of scores under its softmax is taken from a log-sum-exp, also of one
                 key.
               - for truncated rows that are divided by their norms, `ROUNDINGS` and those of a sum of N terms for
@@ -114,8 +116,10 @@ def verdict(case: Case, what: str, got: Tensor, true: Tensor, naive: float, acc:
     size, unit = float(true.abs().max()), torch.finfo(acc).eps / 2
     eps = (ROUNDINGS + case.terms(what) ** 0.5) * unit * size + SMALLEST[got.dtype]
     if torch.finfo(got.dtype).bits == 16:
-        eps += torch.finfo(got.dtype).eps / 2 * size
-    summed = case.loss == "sup_con" or {"label_smoothing", "teacher"} & case.constants.keys()
+        thrice = "doc_to_doc" in case.constants.get("directions", ()) and what != "gradient query"
+        eps += torch.finfo(got.dtype).eps / 2 * size * (3 if thrice else 1)
+    summed = case.loss == "sup_con" or bool({"label_smoothing", "teacher"} & case.constants.keys())
+    summed = summed or (case.constants.get("same_id") == "positive" and case.loss != "siglip_loss")
     if summed:
         eps += (ROUNDINGS * case.score + ROUNDINGS + case.rows**0.5) * unit * case.lever(what)
     if case.constants.get("matryoshka_normalize"):
