@@ -89,6 +89,31 @@ def test_example_hard_negatives() -> None:
     assert found and float(found[1]) < float(found[2])
 
 
+@pytest.mark.parametrize("name", ["several_captions", "frozen_models"])
+def test_examples_of_false_negatives(name: str) -> None:
+    """Each option brings together what belongs together, more than plain training does."""
+    plain, *better = (float(cosine) for cosine in re.findall(r"cosine (\d\.\d+)", run_here(name)))
+    assert len(better) == 2 and min(better) > plain + 0.02
+
+
+def test_example_recommender() -> None:
+    found = re.search(r"(\d\.\d+) without, (\d\.\d+) with", run_here("recommender"))
+    assert found and float(found[2]) < float(found[1]) - 0.2
+
+
+def test_example_matryoshka() -> None:
+    """Short features are found as well; whole ones are no worse."""
+    plain, nested = (
+        [float(x) for x in re.findall(r"\d: (\d\.\d+)", line)] for line in run_here("matryoshka").splitlines()
+    )
+    assert nested[0] > plain[0] + 0.3 and nested[1] > plain[1] and nested[-1] > plain[-1] - 0.02
+
+
+def test_example_embedding_model() -> None:
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", run_here("embedding_model"))]
+    assert len(losses) == 6 and all(last < first for first, last in zip(losses[::2], losses[1::2], strict=True))
+
+
 def gap(output: str) -> float:
     """What the example prints last: by how much the parameters differ from those of one process."""
     return float(output.strip().rsplit(" ", 1)[1])

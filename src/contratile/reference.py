@@ -6,6 +6,7 @@ and knows nothing of tiles or process groups. `backend="dense"` runs its `pair_s
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from inspect import signature
 from typing import Any, Literal, get_args
 
 import torch
@@ -263,6 +264,8 @@ def prefix(x: Tensor, dim: int, normalize: bool) -> Tensor:
 
 def with_dims(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Decorator: `matryoshka_dims` sums a loss over truncated rows of both sides, extra keys and hard negatives."""
+    names = list(signature(loss).parameters)
+    features = *names[:2], "extra_keys", "hard_negatives"
 
     @wraps(loss)
     def call(
@@ -274,13 +277,12 @@ def with_dims(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         if matryoshka_dims is None:
             return loss(*arguments, **options)
-        left, right, *numbers = arguments
-        total: Tensor = left.new_zeros(())
+        given = {**dict(zip(names, arguments, strict=False)), **options}
+        total: Tensor = given[names[0]].new_zeros(())
         for dim, weight in zip(matryoshka_dims, matryoshka_weights or [1.0] * len(matryoshka_dims), strict=True):
-            cut = {name: options[name] for name in ("extra_keys", "hard_negatives") if options.get(name) is not None}
+            cut = {name: given[name] for name in features if given.get(name) is not None}
             cut = {name: prefix(x, dim, matryoshka_normalize) for name, x in cut.items()}
-            sides = (prefix(x, dim, matryoshka_normalize) for x in (left, right))
-            total = total + weight * loss(*sides, *numbers, **{**options, **cut})
+            total = total + weight * loss(**{**given, **cut})
         return total
 
     return call

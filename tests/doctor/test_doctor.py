@@ -26,7 +26,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> list[BrokenPackage]:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkup, "LOSSES", {name: accuracy.LOSSES[name] for name in ("clip_loss", "nt_xent")})
+    monkeypatch.setattr(checkup, "checked_losses", lambda backend: ["clip_loss", "nt_xent"])
     monkeypatch.setattr(checkup, "all_devices", lambda: [torch.device("cpu")])
 
 
@@ -45,12 +45,15 @@ def test_a_healthy_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert states["cpu", "dense"]["works"] and states["cpu", "torch"]["works"]
     assert not states["cpu", "triton"]["works"] and "TRITON_INTERPRET=1" in states["cpu", "triton"]["reason"]
     checked = {(row["backend"], row["loss"], row["dtype"]) for row in found["accuracy"]}
-    losses = "clip_loss", "info_nce", "nt_xent", "sup_con", "siglip_loss"
+    losses = {*accuracy.LOSSES, *accuracy.OBJECTIVES}
+    assert losses >= {"clip_loss", "info_nce", "nt_xent", "sup_con", "siglip_loss", "directions", "matryoshka_dims"}
     kinds = ("dense", "float32"), ("torch", "float32"), ("torch", "bfloat16")
     assert checked == {(backend, loss, dtype) for backend, dtype in kinds for loss in losses}
     assert all(row["ok"] and row["value_error"] <= row["value_allowed"] for row in found["accuracy"])
     assert {row["backend"] for row in found["timing"] if row["seconds"] > 0} == {"dense", "torch"}
-    assert not found["problems"] and found["verdict"] == "healthy: 15 of 15 checks passed"
+    assert (
+        not found["problems"] and found["verdict"] == f"healthy: {3 * len(losses)} of {3 * len(losses)} checks passed"
+    )
 
 
 @pytest.mark.parametrize("rich", [True, False], ids=["rich", "plain"])
@@ -121,6 +124,27 @@ def test_nan_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 
     monkeypatch.setattr(functional, "clip_loss", hollow)
     assert {row["loss"] for row in findings(capsys, code=1)["accuracy"] if not row["ok"]} == {"clip_loss"}
+
+
+@pytest.mark.parametrize("loss", accuracy.OBJECTIVES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_every_objective_is_checked(monkeypatch: pytest.MonkeyPatch, loss: str, dtype: torch.dtype) -> None:
+    """It is right, and is not when its option is left out."""
+    assert accuracy.check_accuracy(torch.device("cpu"), "torch", loss, dtype).ok
+    name = {"several positives": "same_id", "siglip_loss, positives": "same_id", "hardness": "hardness_strength"}
+    plain = {"same_id": "exclude", "hardness_strength": 0.0, "in_batch_negatives": True, "directions": FIRST}
+    option = name.get(loss, loss.partition("=")[0])
+
+    class Without:
+        def __getattr__(self, function: str) -> Any:
+            return lambda *x, **how: getattr(functional, function)(*x, **{**how, option: plain.get(option)})
+
+    monkeypatch.setattr(accuracy, "functional", Without())
+    found = accuracy.check_accuracy(torch.device("cpu"), "torch", loss, dtype)
+    assert not found.ok and not found.note
+
+
+FIRST = ("query_to_doc",)
 
 
 def test_an_unknown_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,7 @@ def test_the_command_writes_a_page_and_its_json(tmp_path: Path, capsys: pytest.C
     found = json.loads((tmp_path / "new" / "mine.json").read_text())
     page = (tmp_path / "new" / "mine.md").read_text()
     assert json.loads(page.split("```json\n")[1].split("\n```")[0]) == found
-    assert {row["loss"] for row in found["accuracy"]} == {"clip_loss", "info_nce", "nt_xent", "sup_con", "siglip_loss"}
+    assert {row["loss"] for row in found["accuracy"]} >= {"clip_loss", "info_nce", "nt_xent", "sup_con", "siglip_loss"}
     assert found["environment"]["torch"] == torch.__version__ and found["environment"]["version_siglip-kernel"]
     rows = {(row["loss"], row["contestant"]): row for row in found["comparison"]}
     for loss in ("clip_loss", "siglip_loss"):

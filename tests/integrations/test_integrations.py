@@ -3,7 +3,9 @@
 # mypy: allow-untyped-calls
 # (torch does not annotate all that is called here.)
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -733,6 +735,60 @@ def test_metric_learning_with_a_memory() -> None:
         for step in range(3):
             embeddings = views(seed=step)[0]
             same(*(memory(embeddings, labels_of(N, 5, seed=step)) for memory in memories), embeddings)
+
+
+def wrapped_over_ranks(kind: str, efficient: bool, memory: bool) -> list[list[Tensor]]:
+    """Values and gradients of ours and of theirs in the wrapper, which gathers all embeddings."""
+    from pytorch_metric_learning import losses
+    from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
+
+    found = []
+    for module in (pml, losses):
+        loss = getattr(module, kind)()
+        if memory:
+            loss = losses.CrossBatchMemory(loss, D, memory_size=60)
+        wrapper, results = DistributedLossWrapper(loss, efficient=efficient), []
+        for step in range(2):
+            mine, labels = on_rank(features(N, D, seed=step)), on_rank(labels_of(N, 5, seed=step).float()).long()
+            results += value_and_grads(wrapper(mine, labels), [mine])
+        found.append(results)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["NTXentLoss", "SupConLoss"])
+@pytest.mark.parametrize(("efficient", "memory"), [(False, False), (True, False), (False, True)])
+def test_metric_learning_over_ranks(kind: str, efficient: bool, memory: bool) -> None:
+    for ours, theirs in pool(2).run(wrapped_over_ranks, kind, efficient, memory):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_metric_learning_modules_can_be_stored(tmp_path: Path) -> None:
+    """Copies and pickles of a loss that is an instance of the package's base class, too."""
+    from pytorch_metric_learning.losses import BaseMetricLossFunction
+
+    embeddings, labels = views()[0], LABELS["classes"]
+    for kind in (pml.NTXentLoss, pml.SupConLoss):
+        loss = kind(temperature=nn.Parameter(torch.tensor(0.2)))
+        torch.save(loss, tmp_path / "loss.pt")
+        for other in (torch.load(tmp_path / "loss.pt", weights_only=False), copy.deepcopy(loss), type(loss)(0.2)):
+            assert type(other) is type(loss) and isinstance(other, kind) and isinstance(other, BaseMetricLossFunction)
+            assert repr(other) == repr(loss) or other.temperature == 0.2
+            torch.testing.assert_close(other(embeddings, labels), loss(embeddings, labels))
+        assert pickle.loads(pickle.dumps(type(loss)(0.3))).temperature == 0.3
+
+
+def test_metric_learning_without_the_package() -> None:
+    code = (
+        "import sys, torch, pickle\n"
+        "sys.modules['pytorch_metric_learning'] = None\n"
+        "from contratile.integrations.pytorch_metric_learning import NTXentLoss\n"
+        "loss = pickle.loads(pickle.dumps(NTXentLoss(0.2)))\n"
+        "assert type(loss) is NTXentLoss\n"
+        "print(float(loss(torch.eye(4), torch.tensor([0, 0, 1, 1]))))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == pytest.approx(float(torch.tensor(2 + 1.0).log()))
 
 
 def test_metric_learning_distances_and_reducers() -> None:

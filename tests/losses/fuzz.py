@@ -28,16 +28,24 @@ eps             what any computation in that dtype loses; the last four grow wit
                 closer than that, however small the loss. Not for a single pair, which has nothing to round (but if
                 the target is smoothed, which multiplies by parts of 1).
               - half a unit in the last place of the largest element, if it is returned in 16 bit: the result is
-                rounded, and to which side is luck in both.
+                rounded, and to which side is luck in both. With "doc_to_doc" three for documents: gradients of two
+                calls are rounded, and so is their sum.
               - the smallest number of the dtype: below it there is nothing to be precise with. Exponentials of fp32
                 end at about 1e-38, and what they are multiplied with (scale and features) is below 1e10 here.
               - for kinds of numbers with exact ties, one rounding of the largest score: log-sum-exps of tied scores
                 are all rounded alike, by how far log(ties) is from a whole last place, which no move draws anew.
-              - for `sup_con` and smoothed targets, `ROUNDINGS` roundings of the largest score: sums over classes come
-                from the features in fp64, beside scores that are rounded; the formula rounds both alike. And of their
-                gradients those of a sum of N terms, which the formula takes after positives and negatives cancel.
+              - for `sup_con`, several positives and smoothed targets, `ROUNDINGS` roundings of the largest score: sums
+                over classes come from the features in fp64, beside scores that are rounded; the formula rounds both
+                alike. And of their gradients those of a sum of N terms, which the formula takes after positives and
+                negatives cancel.
+              - with a teacher, likewise: the mean of scores under its softmax is taken from a log-sum-exp, also of one
+                key.
+              - for truncated rows that are divided by their norms, `ROUNDINGS` and those of a sum of N terms for
+                features: the part of a gradient along the row is taken off, which may be all of it.
               - for hard negatives, two roundings of the largest score: theirs is not made by the product that makes the
-                positive's.
+                positive's. With a guide also for extra keys, which are joined by how far sums are above the positive's
+                score: without a guide no more than the largest score is near it, with one all that is may be dropped.
+              - for truncated rows, two roundings of the largest score: norms multiply products, not the rows.
               - for fp64 features, the error of the truth itself, which is in fp64 too.
 
 Margins of whole-number features sit on ties: products are exact, so is the comparison, and moved numbers are compared
@@ -108,11 +116,16 @@ def verdict(case: Case, what: str, got: Tensor, true: Tensor, naive: float, acc:
     size, unit = float(true.abs().max()), torch.finfo(acc).eps / 2
     eps = (ROUNDINGS + case.terms(what) ** 0.5) * unit * size + SMALLEST[got.dtype]
     if torch.finfo(got.dtype).bits == 16:
-        eps += torch.finfo(got.dtype).eps / 2 * size
-    summed = case.loss == "sup_con" or "label_smoothing" in case.constants
+        thrice = "doc_to_doc" in case.constants.get("directions", ()) and what != "gradient query"
+        eps += torch.finfo(got.dtype).eps / 2 * size * (3 if thrice else 1)
+    summed = case.loss == "sup_con" or bool({"label_smoothing", "teacher"} & case.constants.keys())
+    summed = summed or (case.constants.get("same_id") == "positive" and case.loss != "siglip_loss")
     if summed:
         eps += (ROUNDINGS * case.score + ROUNDINGS + case.rows**0.5) * unit * case.lever(what)
-    if "hard_negatives" in case.leaves:
+    if case.constants.get("matryoshka_normalize"):
+        eps += (ROUNDINGS + case.rows**0.5) * unit * case.lever(what)
+    joined = {"hard_negatives", "extra_keys"} if "guide" in case.constants else {"hard_negatives"}
+    if joined & case.leaves.keys() or case.constants.get("matryoshka_normalize"):
         eps += 2 * unit * case.score * case.lever(what)
     if summed or case.rows > 1 or case.loss == "pair_lse":
         eps += 4 * unit * case.lever(what)
@@ -134,6 +147,8 @@ def results(case: Case, module: Any, dtype: torch.dtype | None, moved: int = 0) 
     """Values and gradients of one call: `ct` on the numbers as they are, `reference` in `dtype`."""
     generator = torch.Generator().manual_seed(moved)
     order = torch.randperm(next(iter(case.leaves.values())).shape[1], generator=generator) if moved else None
+    if order is not None and "matryoshka_dims" in case.constants:
+        order = order.sort().values  # its first features are others otherwise
     leaves = {name: x.detach().to(dtype or x.dtype) for name, x in case.leaves.items()}
     constants = {name: converted(x, dtype) for name, x in case.constants.items()}
     if order is not None:
@@ -166,6 +181,8 @@ def moved_by(x: Tensor, order: Tensor, by: int, generator: torch.Generator, *, a
 
 
 def converted(x: Any, dtype: torch.dtype | None) -> Any:
+    if isinstance(x, tuple) and any(isinstance(y, Tensor) for y in x):
+        return tuple(converted(y, dtype) for y in x)
     return x.to(dtype or x.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 

@@ -58,20 +58,46 @@ class Case:
     @property
     def product(self) -> float:
         """No product of features is larger."""
+        if self.constants.get("matryoshka_normalize"):
+            return 1.0
         first, *others = self.sizes
-        return first * max(others or [first])
+        return first * max(others or [first]) if "directions" not in self.constants else max(self.sizes) ** 2
+
+    @property
+    def factor(self) -> float:
+        """No score is larger than this times a product. Rows read those of hard negatives with another factor."""
+        return self.scale + float(self.constants.get("hardness_strength", 0.0))
+
+    @property
+    def reach(self) -> float:
+        """No derivative of a product by a feature is larger."""
+        if not self.constants.get("matryoshka_normalize"):
+            return max(self.sizes)
+        rows = [x.double().flatten(0, -2) for x in self.leaves.values() if x.dim() and x.numel()]
+        norms = [x[:, :dim].norm(dim=1).min() for x in rows for dim in self.constants["matryoshka_dims"]]
+        many: int = self.rows if self.loss == "siglip_loss" else 1  # weights of a softmax add up to 1
+        return many / max(1e-12, float(torch.stack(norms).min()))
+
+    @property
+    def losses(self) -> float:
+        """How many losses are added, each with its weight."""
+        dims = self.constants.get("matryoshka_dims", (0,))
+        teacher = self.constants.get("teacher_weight", 1.0) if "teacher" in self.constants else 0.0
+        return float(sum(self.constants.get("matryoshka_weights", [1.0] * len(dims))) + teacher)
 
     @property
     def bound(self) -> float:
         """No score is larger."""
-        return self.scale * self.product + abs(float(self.number("bias") or 0))
+        return self.factor * self.product + abs(float(self.number("bias") or 0))
 
     @property
     def score(self) -> float:
         """The largest score, positives and negatives of every kind."""
+        if {"matryoshka_dims", "directions"} & self.constants.keys():
+            return self.bound
         first, *others = (x.double().flatten(0, -2) for x in self.leaves.values() if x.dim() and x.numel())
         largest = max(float((first @ x.T).abs().max()) for x in others or [first])
-        return self.scale * largest + abs(float(self.number("bias") or 0))
+        return self.factor * largest + abs(float(self.number("bias") or 0))
 
     def terms(self, what: str) -> int:
         """How many terms a result is a sum of: those of numbers run over all pairs."""
@@ -80,12 +106,12 @@ class Case:
     def lever(self, what: str) -> float:
         """How far an error of 1 in the logarithm or the weight of one row moves a result."""
         n = len(next(iter(self.leaves.values())))
-        share = {"mean": 1 / n, "sum": 1.0}.get(self.constants.get("reduction", ""), 3.0)
+        share = self.losses * {"mean": 1 / n, "sum": 1.0}.get(self.constants.get("reduction", ""), 3.0)
         name = what.split()[1]
         if what.startswith("gradient") and name not in NUMBERS:
-            return share * self.scale * max(self.sizes)
+            return share * self.scale * self.reach
         # Sums over rows, whose errors may all have one sign.
-        share = share if what.startswith("value") and share == 3.0 else share * n
+        share = share if what.startswith("value") and self.constants.get("reduction") == "none" else share * n
         levers = {"scale": self.product, "temperature": self.product * self.scale**2}
         return share * levers.get(name, 1.0)
 
@@ -180,6 +206,10 @@ def draw(seed: int, number: int) -> Case:
     _scale(case, r)
     if loss in ("clip_loss", "info_nce"):
         _options(case, r)
+    elif loss == "siglip_loss" and r.chance(0.5):
+        case.constants |= {"ids": r.integers(0, r.one([1, 3, n + 1]), n), "same_id": r.one(["exclude", "positive"])}
+    if loss in ("clip_loss", "info_nce", "siglip_loss"):
+        _objective(case, r)
     if loss == "pair_lse":
         rows, cols = r.one([(True, True), (True, False), (False, True)])
         case.constants |= {"rows": rows, "cols": cols}
@@ -260,6 +290,69 @@ def _options(case: Case, r: Draw) -> None:
         options["key_bias"] = r.normal(m).to(accumulation(case.dtype))
     elif "ids" in options and not {"margin", "label_smoothing"} & set(options) and r.chance(0.5):
         options["same_id"] = "positive"
+
+
+OBJECTIVES = "", "", "directions", "hardness", "matryoshka", "guide", "teacher", "elsewhere"
+APART = {
+    "directions": {"label_smoothing", "same_id", "key_bias", "labels", "margin", "hard_mask"},
+    "hardness": {"label_smoothing", "same_id", "margin"},
+    "matryoshka": {"label_smoothing", "same_id", "margin"},
+    "guide": {"label_smoothing", "same_id", "margin"},
+    "teacher": {"label_smoothing", "same_id", "margin", "extra_keys", "extra_ids", "hard_negatives", "hard_mask"},
+}
+"""What the options of an objective do not stand beside."""
+
+
+def _objective(case: Case, r: Draw) -> None:
+    """More than one softmax of scores, in place of the options that it refuses."""
+    query, key = list(case.leaves.values())[:2]
+    (n, d), m, options = query.shape, len(key), case.constants
+    of = {"info_nce": OBJECTIVES, "clip_loss": ("", "", *OBJECTIVES[4:7]), "siglip_loss": ("", "matryoshka")}
+    objective = r.one(of[case.loss])
+    if objective == "directions" and m != n:
+        return
+    for name in APART.get(objective, set()) - ({"same_id"} if case.loss == "siglip_loss" else set()):
+        case.leaves.pop(name, None)
+        options.pop(name, None)
+    hard, extra = case.leaves.get("hard_negatives"), case.leaves.get("extra_keys")
+    if hard is not None and objective in ("directions", "hardness", "elsewhere"):
+        if "ids" in options and "same_id" not in options and r.chance(0.5):
+            options["hard_ids"] = r.integers(0, 3, *hard.shape[:2])
+        if not {"hard_mask", "same_id"} & options.keys() and r.chance(0.5):
+            options["share_hard_negatives"] = True
+    if objective == "directions":
+        more = [name for name in ("query_to_query", "doc_to_query", "doc_to_doc") if r.chance(0.6)]
+        more = ["doc_to_query"] if r.chance(0.3) else more
+        options["directions"] = ("query_to_doc", *more)
+        if more == ["doc_to_query"]:
+            options["partition_mode"] = r.one(["joint", "per_direction"])
+    if objective == "hardness" or (objective == "directions" and r.chance(0.5)):
+        options["hardness_mode"] = r.one(["in_batch_negatives", "hard_negatives", "all_negatives"])
+        options["hardness_strength"] = r.one([0.5, 9.0])
+    if objective == "elsewhere" and not (hard is None and extra is None):
+        options["in_batch_negatives"] = False
+    if objective == "matryoshka":
+        case.how.pop("cache_bytes")
+        if case.dtype == torch.float16 and abs(case.scale) > 1e3:
+            return  # gradients of short truncated rows would be beyond the dtype's range
+        options["matryoshka_dims"] = tuple(r.python.sample(range(1, d + 1), r.one([1, min(2, d), min(5, d)])))
+        options["matryoshka_normalize"] = r.chance(0.6)
+        if r.chance(0.5):
+            options["matryoshka_weights"] = tuple(r.one([0.5, 1.0, 2.0]) for _ in options["matryoshka_dims"])
+    if objective == "guide":  # of whole numbers, so that it decides alike everywhere
+        options["guide"] = (r.rows(n, 5, "integers", case.dtype), r.rows(m, 5, "integers", case.dtype))
+        if extra is not None:
+            options["extra_guide"] = r.rows(len(extra), 5, "integers", case.dtype)
+        if hard is not None:
+            rows = r.rows(n * hard.shape[1], 5, "integers", case.dtype)
+            options["hard_guide"] = rows.reshape(n, hard.shape[1], 5)
+        options["guide_margin"] = r.one([0.0, 0.5, -1.0])
+        options["guide_margin_strategy"] = r.one(["absolute", "relative"])
+    if objective == "teacher":
+        sides = r.rows(n, 7, "unit", case.dtype), r.rows(m, 7, "unit", case.dtype)
+        options["teacher"] = (*sides, r.one([1.0, 10.0, 100.0]))
+        if r.chance(0.5):
+            options |= {"teacher_weight": 0.5, "teacher_temperature": 2.0}
 
 
 def _is_clear(case: Case, margin: float) -> bool:

@@ -103,6 +103,25 @@ def test_precision(dtype: torch.dtype, scale: float, near: bool) -> None:
             assert found.ratio <= 1, str(found)
 
 
+def test_biases_do_not_round_scores_that_hardness_multiplies() -> None:
+    """At a small scale the strength's share of a score is many times larger than what biases would be added to."""
+    leaves = {"query": features(N, D, seed=1), "key": features(N, D, seed=2), "scale": torch.tensor(0.004)}
+    constants: dict[str, Any] = {
+        "key_bias": 10 * randn(N, seed=3),
+        "hardness_mode": "all_negatives",
+        "hardness_strength": 9.0,
+    }
+    how: dict[str, Any]
+    for how in ({"tile": 8}, {"cache_bytes": 1 << 20}):
+        for found in judge(Case("biases", "info_nce", torch.float32, "unit", leaves, constants, how)):
+            assert found.ratio <= 1, str(found)
+        alone = run(
+            lambda s, how=how: ct.info_nce(leaves["query"], leaves["key"], s, **constants, **how), leaves["scale"]
+        )
+        whole = run(lambda q, k, s, how=how: ct.info_nce(q, k, s, **constants, **how), *leaves.values())
+        torch.testing.assert_close(alone.grads[0], whole.grads[2])
+
+
 def test_all_directions_are_the_loss_of_twice_as_many_views() -> None:
     """GTE's loss: each view of [queries; documents] against all others, both views of a pair in one softmax."""
     q, k = (features(N, D, seed=seed, dtype=torch.float64) for seed in (1, 2))

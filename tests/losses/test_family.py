@@ -306,6 +306,18 @@ def test_weights_of_zero_drop_a_query_but_not_its_key() -> None:
 # --- negatives from elsewhere -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("what", ["extra_keys", "hard_negatives"])
+def test_no_negatives_from_elsewhere_yet(what: str) -> None:
+    """The queue of MoCo is empty in its first step: the loss is 0, and so are gradients, which exist."""
+    q, k, s = inputs()[:3]
+    negatives: dict[str, Any] = {"extra_keys": q[:0]} if what == "extra_keys" else {"hard_negatives": q[:, None][:, :0]}
+    for dims in (None, (2, D)):
+        leaves = [x.detach().requires_grad_() for x in (q, k, s)]
+        loss = ct.info_nce(*leaves, in_batch_negatives=False, matryoshka_dims=dims, **negatives)
+        loss.backward()
+        assert loss == 0 and all(x.grad is not None and not x.grad.any() for x in leaves)
+
+
 def test_negatives_only_from_elsewhere() -> None:
     """MoCo's loss, and no score of a query with the positive of another."""
     q, k, s, extra, _ = inputs()

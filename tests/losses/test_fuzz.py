@@ -36,6 +36,8 @@ def test_everything_is_drawn() -> None:
     given = {name for case in cases for name in (*case.leaves, *case.constants)}
     assert given >= {"labels", "ids", "extra_ids", "hard_mask", "margin", "label_smoothing", "weights", "reduction"}
     assert given >= {"extra_keys", "hard_negatives", "scale", "bias", "temperature"}
+    assert given >= {"directions", "partition_mode", "hardness_mode", "share_hard_negatives", "hard_ids", "key_bias"}
+    assert given >= {"matryoshka_dims", "teacher", "guide", "extra_guide", "hard_guide", "in_batch_negatives"}
     assert any("extra_keys" in case.leaves and len(case.leaves["extra_keys"]) == 0 for case in cases)
     assert any(case.constants.get("key", case) is None for case in cases)
     assert any(not x.is_contiguous() for case in cases for x in case.leaves.values())

@@ -80,6 +80,23 @@ def test_options(more: str, margin: dict[str, Any]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pairs_that_are_dropped_may_score_far_above_the_others(dtype: torch.dtype) -> None:
+    """At scale 100 the exponential of a false negative overflows at the shift that the pairs that count share."""
+    image = features(N, 300, seed=1, dtype=dtype)
+    text = image.roll(1, 0)  # the next row's text is this row's image, and its own is any other
+    alike = torch.zeros(N, N).index_put((torch.arange(N), (torch.arange(N) + 1) % N), torch.ones(()))
+    guide = torch.eye(N).to(dtype), alike.t().contiguous().to(dtype)
+    s = torch.tensor(100.0, dtype=accumulation(dtype))
+
+    def oracle(a: Tensor, b: Tensor, s: Tensor) -> Tensor:
+        return reference.clip_loss(a, b, s, guide=(guide[0].to(a.dtype), guide[1].to(a.dtype)))
+
+    for cache_bytes in (0, 1 << 20):
+        ours = lambda a, b, s, m=cache_bytes: ct.clip_loss(a, b, s, guide=guide, tile=8, cache_bytes=m)  # noqa: E731
+        assert_precise(ours, oracle, image, text, s, share=1 / N)
+
+
 @pytest.mark.parametrize("n", [N, 3])
 def test_rows_of_one_set(n: int) -> None:
     """The engine's scores of one set: a tile serves both of its sides, each with its own limits; rows may be empty."""

@@ -122,6 +122,30 @@ def test_precise_near_convergence(dtype: torch.dtype, scale: float) -> None:
         assert got.grads[0].dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_hard_negatives_are_rounded_once(dtype: torch.dtype) -> None:
+    """Those of their products and of their norms almost cancel, and are large where a truncated row is short."""
+    image = F.normalize(features(N, D, seed=1) * torch.where(torch.arange(D) < 3, 0.05, 1.0))
+    hard = image.unsqueeze(1) * (1 + 0.02 * randn(N, H, D, seed=2))
+    leaves = [x.to(dtype) for x in (image, features(N, D, seed=3), hard)]
+    for mask in (None, MASK):
+        got, naive, true = (
+            run(
+                lambda q, k, h, of=of, mask=mask: of(
+                    q, k, 20.0, hard_negatives=h, hard_mask=mask, matryoshka_dims=DIMS
+                ),
+                *leaves,
+                dtype=kind,
+            ).grads[2]
+            for of, kind in (
+                (CLIP_LOSS, None),
+                (reference.clip_loss, torch.float32),
+                (reference.clip_loss, torch.float64),
+            )
+        )
+        assert (got.double() - true).abs().max() <= 1.5 * (naive.to(dtype).double() - true).abs().max()
+
+
 def test_scores_out_of_range_of_a_shared_exponential() -> None:
     """Plain products of very different size, for which a tile needs an exponential per direction."""
     query, key = randn(40, D, seed=1) * torch.logspace(-2, 1, 40).unsqueeze(1), randn(40, D, seed=2) * 5

@@ -8,6 +8,7 @@ from torch import nn
 
 from contratile.grad_cache.chunks import RowBuffer
 from contratile.host_memory import returns_freed
+from contratile.losses.directions import Direction
 from contratile.planner.devices import Devices, parse_devices
 from contratile.planner.encoder_cost import encoder_cost
 from contratile.planner.memory import Memory, buffer_rows, device_memory, disk_memory, host_memory
@@ -46,6 +47,55 @@ def test_a_peak_is_of_one_phase(work: Workload) -> None:
     """Features and activations are never held together, so that they do not add up."""
     memory = device_memory(work, GPUS)
     assert memory.peak < sum(term.bytes for term in memory.terms)
+
+
+ALL: tuple[Direction, ...] = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+
+
+def test_directions_are_counted(work: Workload) -> None:
+    """Each set that is compared with itself: its statistics, and a gradient before it is added to the others."""
+    both = replace(work, loss=LossFacts(directions=("query_to_doc", "doc_to_query")))
+    assert device_memory(both, GPUS) == device_memory(work, GPUS)
+    four = device_memory(replace(work, loss=LossFacts(directions=ALL)), GPUS)
+    assert term(four, "gradients of directions") == 2 * 1024 * 64 * 4
+    assert term(four, "statistics") - term(device_memory(work, GPUS), "statistics") == 2 * 2 * 1024 * 4
+
+
+@pytest.mark.parametrize(
+    ("facts", "alone", "of_four"),
+    [
+        (LossFacts(), 1, 4),
+        (LossFacts(views=2), 0.5, 3),
+        (LossFacts(directions=ALL), 2, 4 + 2 * 3),
+        (LossFacts(directions=("query_to_doc", "doc_to_query")), 1, 4),
+        (LossFacts(negatives=2), 3, 12),
+        (LossFacts(negatives=2, shared_negatives=False), 1, 4),
+        (LossFacts(negatives=2, directions=("query_to_doc", "doc_to_doc")), 5.5, 4 * 5.75),
+    ],
+)
+def test_blocks_that_a_rank_computes(facts: LossFacts, alone: float, of_four: float) -> None:
+    """The limits of benchmarks: four products for pairs, eight for four directions, half of it for one set."""
+    assert (facts.blocks(1), facts.blocks(4)) == (alone, of_four)
+
+
+def test_what_travels_for_a_loss(work: Workload) -> None:
+    """Keys twice and their gradients once, (3P - 2) blocks; a set with itself travels twice, without gradients."""
+    block, ranks = 1024 * 64 * 4, 8
+    for facts, blocks in (
+        (LossFacts(), 3 * ranks - 2),
+        (LossFacts(views=2), 2 * 2 * (ranks - 1)),
+        (LossFacts(directions=ALL), 3 * ranks - 2 + 2 * 2 * (ranks - 1)),
+        (LossFacts(negatives=1), 2 * (3 * ranks - 2)),
+    ):
+        assert step_seconds(replace(work, loss=facts), GPUS).sent_bytes == blocks * block
+
+
+def test_prefixes_have_a_tile_and_statistics_each(work: Workload) -> None:
+    one = replace(work, batch=32768, ranks=1)
+    plain, nested = (device_memory(replace(one, loss=LossFacts(prefixes=count)), CPU) for count in (0, 5))
+    assert term(nested, "statistics") > term(plain, "statistics")
+    assert term(nested, "loss workspace") != term(plain, "loss workspace")
+    assert step_seconds(replace(one, loss=LossFacts(prefixes=5)), CPU).seconds == step_seconds(one, CPU).seconds
 
 
 def test_sharding_divides_weights_and_state(work: Workload) -> None:

@@ -27,9 +27,51 @@ LOSSES: dict[str, LossCall] = {
 }
 """How each loss is called: `of` is `losses.functional` or `reference`, then queries, keys and scale."""
 
+FOUR = "query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"
+OBJECTIVES: dict[str, LossCall] = {
+    "several positives": lambda of, q, k, s, **how: of.clip_loss(
+        q, k, s, ids=_indices(q) % 7, same_id="positive", **how
+    ),
+    "siglip_loss, positives": lambda of, q, k, s, **how: of.siglip_loss(
+        q, k, s, -5.0, ids=_indices(q) % 7, same_id="positive", **how
+    ),
+    "key_bias": lambda of, q, k, s, **how: of.info_nce(q, k, s, key_bias=s.detach() * k.detach().to(s)[:, 0], **how),
+    "in_batch_negatives=False": lambda of, q, k, s, **how: of.info_nce(
+        q, k, s, extra_keys=k.flip(0)[::2], in_batch_negatives=False, **how
+    ),
+    "directions": lambda of, q, k, s, **how: of.info_nce(q, k, s, directions=FOUR, **how),
+    "hardness": lambda of, q, k, s, **how: of.info_nce(
+        q, k, s, hardness_mode="all_negatives", hardness_strength=9.0, **how
+    ),
+    "matryoshka_dims": lambda of, q, k, s, **how: of.clip_loss(q, k, s, matryoshka_dims=_halves(q), **how),
+    "teacher": lambda of, q, k, s, **how: of.clip_loss(
+        q, k, s, teacher=(q.detach().roll(1, 1), k.detach(), 2 * s.detach()), **how
+    ),
+    "guide": lambda of, q, k, s, **how: of.clip_loss(q, k, s, guide=(_whole(q, 7), _whole(k, 5)), **how),
+}
+"""Options that ask other things of a tile."""
+
+CHECKED = {**LOSSES, **OBJECTIVES}
+NOT_IN_KERNELS = "matryoshka_dims", "teacher", "guide"
+
 
 def _indices(x: Tensor) -> Tensor:
     return torch.arange(len(x), device=x.device)
+
+
+def _halves(x: Tensor) -> tuple[int, ...]:
+    return x.shape[1] // 4, x.shape[1] // 2, x.shape[1]
+
+
+def _whole(x: Tensor, step: int) -> Tensor:
+    """Features of whole numbers: their products are exact, so that every computation drops the same pairs."""
+    numbers = torch.arange(len(x) * 4, device=x.device).view(len(x), 4)
+    return (numbers * step % 11 - 5).to(x.dtype)
+
+
+def checked_losses(backend: str) -> list[str]:
+    """Return what a backend is checked for."""
+    return [loss for loss in CHECKED if backend != "triton" or loss not in NOT_IN_KERNELS]
 
 
 @dataclass(frozen=True)
@@ -66,7 +108,8 @@ def check_accuracy(
     d: int = 40,
     precision: str | None = None,
 ) -> Accuracy:
-    """Compare a loss of N pairs with fp64, allowing for the error that the dense formula has in the same dtype."""
+    """Compare a loss of N pairs, or an option of one, with fp64. The dense formula has an error in the same dtype, too,
+    which is allowed."""
     exact, allowed = _yardstick(device, loss, dtype, n, d)
     if precision == "tf32":  # operands of 11 bits
         allowed = allowed[0] + SCALE * 2.0**-11, allowed[1] + SCALE * 2.0**-10
@@ -108,7 +151,7 @@ def checked_dtypes(device: torch.device, backend: str, quick: bool) -> list[torc
 def _value_and_grads(loss: str, of: Any, inputs: Sequence[Tensor], **how: Any) -> list[Tensor]:
     """The loss and its gradients, in fp64 on the CPU."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    value = LOSSES[loss](of, *leaves, **how)
+    value = CHECKED[loss](of, *leaves, **how)
     grads = torch.autograd.grad(value, leaves)
     return [x.detach().cpu().double() for x in (value, *grads)]
 

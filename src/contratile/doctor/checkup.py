@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from contratile.doctor.accuracy import LOSSES, Accuracy, check_accuracy, checked_dtypes
+from contratile.doctor.accuracy import Accuracy, check_accuracy, checked_dtypes, checked_losses
 from contratile.doctor.inputs import dtype_name, error_text, features
 from contratile.doctor.timing import StepTime, time_steps
 from contratile.engine.backends import Backend, registry
@@ -83,7 +83,7 @@ def examine(devices: Sequence[torch.device], *, quick: bool = False, notify: Not
         usable = _check_backends(device, found, notify)
         for backend in usable:
             for dtype in checked_dtypes(device, backend, quick):
-                for loss in LOSSES:
+                for loss in checked_losses(backend):
                     notify(f"{device}: accuracy of {loss}, {backend}, {dtype_name(dtype)}")
                     found.accuracy.append(check_accuracy(device, backend, loss, dtype))
         notify(f"{device}: timing")

@@ -4,17 +4,18 @@
     loss = NTXentLoss(temperature=0.07)(embeddings, labels)              # or (..., ref_emb=, ref_labels=)
 
 Distances are cosines (the default: embeddings are normalised here) and dot products, reducers the default, the mean and
-the sum. `indices_tuple` of miners restricts the pairs, and the losses work inside the package's `SelfSupervisedLoss`
-and `CrossBatchMemory`. Other distances, reducers and regularizers raise an error, in the constructor or when they are
-set later. Labels are compared for equality: integers, floats or bools. Losses of 16-bit embeddings are fp32, where the
-package returns 16 bits.
+the sum. `indices_tuple` of miners restricts the pairs, and the losses work inside the package's `SelfSupervisedLoss`,
+`CrossBatchMemory` and `DistributedLossWrapper`. Other distances, reducers and regularizers raise an error, in the
+constructor or when they are set later. Labels are compared for equality: integers, floats or bools. Losses of 16-bit
+embeddings are fp32, where the package returns 16 bits.
 """
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from contratile.engine.autograd import pair_stats
@@ -41,7 +42,20 @@ class AnchorsAndReferences(NamedTuple):
 
 
 class _LabelLoss(CheckedModule):
-    """The constructor and the call that both losses share."""
+    """The constructor and the call that both losses share.
+
+    Where pytorch-metric-learning is installed, instances are also instances of its `BaseMetricLossFunction`, because
+    `DistributedLossWrapper` takes no others. Nothing of it is used.
+    """
+
+    def __new__(cls, *arguments: Any, **options: Any) -> "_LabelLoss":
+        return super().__new__(_known_to_package(cls))  # type: ignore[arg-type]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (self.importable or type(self),), self.__dict__
+
+    importable: type["_LabelLoss"] | None = None
+    """The class that pickle finds by its name, if this one was made from it."""
 
     default_reducer: str
     reducers = "MeanReducer", "SumReducer"
@@ -57,7 +71,7 @@ class _LabelLoss(CheckedModule):
         embedding_reg_weight: float = 1,  # has no effect without a regularizer
         collect_stats: bool | None = None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.temperature = temperature
         self.distance = distance
         self.reducer = reducer
@@ -161,6 +175,24 @@ class _LabelLoss(CheckedModule):
 
     def extra_repr(self) -> str:
         return f"temperature={self.temperature}"
+
+
+@cache
+def _known_to_package(cls: type[_LabelLoss]) -> type[_LabelLoss]:
+    """The class as a subclass of the package's base class, if there is one."""
+    if "importable" in vars(cls):
+        return cls
+    try:
+        from pytorch_metric_learning.losses import BaseMetricLossFunction
+    except ImportError:
+        return cls
+    members = {"importable": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls, BaseMetricLossFunction), members)
+
+
+def _unpickled(cls: type[_LabelLoss]) -> _LabelLoss:
+    """A loss without its attributes, which pickle sets."""
+    return cls.__new__(cls)
 
 
 def _is(x: object, name: str) -> bool:

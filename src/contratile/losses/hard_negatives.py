@@ -13,23 +13,29 @@ CHUNK = 256
 """Queries whose negatives are multiplied at once."""
 
 
-def own_products(query: Tensor, hard: Tensor, mask: Tensor | None = None, stand_in: Tensor | None = None) -> Tensor:
+def own_products(
+    query: Tensor,
+    hard: Tensor,
+    mask: Tensor | None = None,
+    stand_in: Tensor | None = None,
+    hard_stand_in: Tensor | None = None,
+) -> Tensor:
     """<query[n], hard[n, h]> [N, H], 0 where the mask is False.
 
-    A `stand_in` receives the gradient of the queries: see `engine.autograd.stand_in`.
+    Stand-ins receive the gradients of the queries and of the hard negatives: see `engine.autograd.stand_in`.
     """
     if torch.compiler.is_compiling() or transform_under_way((query, hard)):  # a compiler fuses this anyway
         acc = torch.promote_types(query.dtype, torch.float32)
         hard = hard if mask is None else hard.masked_fill(~mask.unsqueeze(2), 0)
         return (hard.to(acc) * query.to(acc).unsqueeze(1)).sum(2)
-    return _OwnProducts.apply(query, hard, mask, stand_in)  # type: ignore[no-any-return, no-untyped-call]
+    return _OwnProducts.apply(query, hard, mask, stand_in, hard_stand_in)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _OwnProducts(torch.autograd.Function):
     """In the accumulation dtype, a chunk of queries at a time."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, hard: Tensor, mask: Tensor | None, stand_in: Tensor | None) -> Tensor:
+    def forward(ctx: Any, query: Tensor, hard: Tensor, mask: Tensor | None, *stand_ins: Tensor | None) -> Tensor:
         ctx.save_for_backward(query, hard, mask)
         acc = torch.promote_types(query.dtype, torch.float32)
         out = torch.empty(hard.shape[:2], dtype=acc, device=query.device)
@@ -39,12 +45,13 @@ class _OwnProducts(torch.autograd.Function):
         return out if mask is None else out.masked_fill_(~mask, 0)  # padding may hold anything, even NaN
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, hard, mask = ctx.saved_tensors
-        wants_query, wants_hard, _, full = ctx.needs_input_grad
+        wants_query, wants_hard, _, full, full_hard = ctx.needs_input_grad
         dtype = grad.dtype if full else query.dtype
         dquery = torch.empty(query.shape, dtype=dtype, device=query.device) if wants_query or full else None
-        dhard = torch.empty_like(hard, memory_format=torch.contiguous_format) if wants_hard else None
+        dtype = grad.dtype if full_hard else hard.dtype
+        dhard = torch.empty(hard.shape, dtype=dtype, device=hard.device) if wants_hard or full_hard else None
         for start in range(0, len(query), CHUNK):
             at = slice(start, start + CHUNK)
             if dquery is not None:
@@ -54,4 +61,6 @@ class _OwnProducts(torch.autograd.Function):
                 dquery[at] = (grad[at].unsqueeze(2) * hard_RHD).sum(1)  # not bmm: autocast would round it
             if dhard is not None:
                 dhard[at] = grad[at].unsqueeze(2) * query[at].to(grad.dtype).unsqueeze(1)
-        return (None, dhard, None, dquery) if full else (dquery, dhard, None, None)
+        of_query = (None, dquery) if full else (dquery, None)
+        of_hard = (None, dhard) if full_hard else (dhard, None)
+        return of_query[0], of_hard[0], None, of_query[1], of_hard[1]

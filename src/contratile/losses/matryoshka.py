@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from contratile.engine.autograd import stand_in as engine_stand_in
 from contratile.engine.prefixes import SMALLEST_NORM, add_norm_grads_, blocks_of, reciprocal_norms
 from contratile.engine.spec import Spec
 from contratile.errors import bad_type, bad_value, transform_under_way
@@ -41,8 +42,12 @@ class Matryoshka(NamedTuple):
         self, query: Tensor, hard: Tensor, mask: Tensor | None = None, stand_in: Tensor | None = None
     ) -> Tensor:
         """What `hard_negatives.own_products` returns, for each dimension [N, H, dims]."""
+        proxy = engine_stand_in(hard)  # gradients of blocks and of norms add up, and almost cancel
+        hard = hard if proxy is None else hard.detach()
         blocks = [
-            own_products(query[:, b], hard[..., b], mask, None if stand_in is None else stand_in[:, b])
+            own_products(
+                query[:, b], hard[..., b], mask, *(None if x is None else x[..., b] for x in (stand_in, proxy))
+            )
             for b in blocks_of(self.dims)
         ]
         products = torch.stack(blocks, -1).cumsum(-1)
@@ -50,7 +55,8 @@ class Matryoshka(NamedTuple):
             return products
         n, h, d = hard.shape
         flat = None if mask is None else mask.reshape(n * h)
-        of_hard = _reciprocal_norms(hard.reshape(n * h, d), self.dims, flat, None).view(n, h, len(self.dims))
+        rows = None if proxy is None else proxy.reshape(n * h, d)
+        of_hard = _reciprocal_norms(hard.reshape(n * h, d), self.dims, flat, rows).view(n, h, len(self.dims))
         return products * _reciprocal_norms(query, self.dims, None, stand_in).unsqueeze(1) * of_hard
 
 

@@ -207,7 +207,7 @@ def _loss_terms(work: Workload, devices: Devices) -> Sequence[Term]:
     loss, ranks, d = work.loss, work.ranks, work.width
     rows = loss.views * work.share
     block = rows * d
-    keys = 1 + (loss.negatives if loss.shared_negatives else 0)
+    keys = loss.key_sets
     itemsize = work.feature_itemsize
     found = []
 
@@ -219,11 +219,15 @@ def _loss_terms(work: Workload, devices: Devices) -> Sequence[Term]:
         add("all scores", size, "four N x N matrices (--backend dense)")
         return found
     if devices.on_cpu:
-        tiles = plan_tiles(rows, rows, d, symmetric=loss.views == 2)
+        tiles = plan_tiles(rows, rows, d, symmetric=loss.views == 2, prefixes=loss.prefixes)
         add("loss workspace", tiles.workspace_bytes, f"tiles of {tiles.rows} x {tiles.cols} and their operands")
     else:
         add("loss workspace", WORKSPACE_BYTES, "tiles of weights between kernel and products")
-    add("statistics", (6 + 2 * keys) * rows * FP32, "log-sum-exps, positives, ids and their gradients")
+    columns = 6 + 2 * keys + 2 * loss.same_type + 8 * loss.prefixes
+    add("statistics", columns * rows * FP32, "log-sum-exps, positives, ids and their gradients")
+    if loss.same_type:
+        size = loss.same_type * block * FP32
+        add("gradients of directions", size, "of queries or documents compared with themselves, before they add up")
     if loss.views == 2:
         add("both sides in one", 2 * block * itemsize, "features and gradients of all views, side by side")
     if ranks > 1:

@@ -255,10 +255,18 @@ def assemble(
         warnings=tuple(warnings),
         assumptions=(
             *devices.sources,
+            *_of_loss(work, devices),
             "encoders: every operator counted on fake tensors; scratch memory inside operators is not seen",
             "not counted: reading data, evaluation, Python and libraries in host memory",
         ),
     )
+
+
+def _of_loss(work: Workload, devices: Devices) -> Sequence[str]:
+    """What the time of the loss leaves out."""
+    if devices.on_cpu or not work.loss.prefixes:
+        return ()
+    return ("Matryoshka: as if kernels covered it; it runs on the torch backend, which reads and writes every tile",)
 
 
 def _sides(

@@ -129,8 +129,7 @@ def pass_seconds(chunk: PassCost, devices: Devices, precision: str) -> tuple[flo
 def loss_seconds(work: Workload, devices: Devices) -> tuple[float, str]:
     """Seconds that a rank computes the loss, without transfers."""
     rows = work.loss.views * work.share
-    keys = 1 + (work.loss.negatives if work.loss.shared_negatives else 0)
-    blocks = work.ranks * keys / (2 if work.loss.views == 2 and work.ranks == 1 else 1)
+    blocks = work.loss.blocks(work.ranks)
     if devices.gpu is not None:
         dtype = torch.float32 if work.feature_itemsize == FP32 else torch.bfloat16
         one = _predict(devices.gpu.name, rows, work.width, dtype)
@@ -163,14 +162,18 @@ def _transfers(work: Workload, devices: Devices, loss: float, backward: float) -
         terms.append(TimeTerm(name=name, seconds=rest, how=f"{how}: {seconds:.3g} s, {seconds - rest:.3g} s hidden"))
 
     if ranks > 1:
-        block = work.loss.views * work.share * work.width * work.feature_itemsize
-        home = 0 if work.loss.views == 2 else 1  # gradients of keys travel too, and one hop further
-        links = [("ring", 2 * (ranks - 1) + home * ranks, ranks, slowest)]
+        facts = work.loss
+        block = facts.views * work.share * work.width * work.feature_itemsize
+        # Two sets of keys travel with their gradients, which go one hop further; one set travels without.
+        one_set, two_sets = (1, 0) if facts.views == 2 else (facts.same_type, 1)
+        more = (facts.key_sets - 1) * (2 if "doc_to_doc" in facts.directions else 1)
+        trips, home = one_set + two_sets + more, two_sets + more
+        links = [("ring", 2 * (ranks - 1) * trips + home * ranks, ranks, slowest)]
         if over_nodes(work, devices):
             nodes = devices.nodes
             links = [
-                ("ring", 2 * (ranks - nodes) + home * ranks, ranks, devices.link),
-                ("ring between nodes", 2 * (nodes - 1) + home * nodes, nodes, devices.network),
+                ("ring", 2 * (ranks - nodes) * trips + home * ranks, ranks, devices.link),
+                ("ring between nodes", 2 * (nodes - 1) * trips + home * nodes, nodes, devices.network),
             ]
         for name, blocks, hops, speed in links:
             bytes_ = blocks * block

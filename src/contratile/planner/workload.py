@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from contratile.losses.directions import ONE_TYPE, Direction
 from contratile.planner.cpu_rates import CpuClock
 from contratile.planner.encoder_cost import EncoderCost, Precision, fake_module, fake_tensors
 from contratile.planner.live_bytes import LiveBytes
@@ -57,6 +58,34 @@ class LossFacts:
 
     ring: RingKind = "auto"
     """How blocks travel between ranks; auto: over nodes if there are several with more than one device each."""
+
+    directions: tuple[Direction, ...] = ("query_to_doc",)
+    """What is compared; "doc_to_query" comes with "query_to_doc"."""
+
+    prefixes: int = 0
+    """Widths of features that have a loss of their own (Matryoshka)."""
+
+    @property
+    def key_sets(self) -> int:
+        """Sets of as many keys as pairs that queries are compared with: documents, shared hard negatives."""
+        return 1 + (self.negatives if self.shared_negatives else 0)
+
+    @property
+    def same_type(self) -> int:
+        """Directions that compare a set with itself."""
+        return len(set(ONE_TYPE) & set(self.directions))
+
+    def blocks(self, ranks: int) -> float:
+        """Blocks of one rank's rows against as many keys that it computes, each the four products of `clip_loss`.
+
+        A set with itself is half a block on one process. Over ranks no gradient of keys is needed: three products.
+        """
+        of_one_set = 0.5 if ranks == 1 else 0.75
+        documents = self.key_sets * (of_one_set if self.views == 2 else 1.0)
+        more = self.same_type * of_one_set
+        if "doc_to_doc" in self.directions:  # documents with hard negatives
+            more += self.key_sets - 1
+        return ranks * (documents + more)
 
 
 @dataclass(frozen=True, kw_only=True)

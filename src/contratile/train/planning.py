@@ -105,6 +105,8 @@ def loss_facts(config: TrainConfig, negatives: int) -> LossFacts:
         cache_bytes=loss.cache_mib << 20,
         dense=loss.backend == "dense",
         ring=loss.ring,
+        directions=loss.directions,
+        prefixes=len(loss.matryoshka_dims),
     )
 
 

@@ -59,6 +59,12 @@ def test_default_configurations(target: Target) -> None:
     check(target, 512, torch.float32, "tf32", "clip")
 
 
+@pytest.mark.parametrize("rule", ["hardness", "hardness, statistics"])
+def test_hardness_does_not_spill(rule: str) -> None:
+    """Its gradients need more registers than are left where two blocks share a multiprocessor."""
+    check(90, 512, torch.bfloat16, "ieee", rule)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("rule", RULES)

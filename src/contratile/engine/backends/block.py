@@ -80,6 +80,11 @@ class Scores(NamedTuple):
     """0-d: the factor of the products that rows read instead of alpha, except at positives."""
 
     @property
+    def biased_late(self) -> bool:
+        """Rows multiply their scores, which biases would have rounded: tiles are made without them."""
+        return self.hardness is not None and self.col_bias is not None
+
+    @property
     def key(self) -> Tensor:
         return self.q if self.k is None else self.k
 

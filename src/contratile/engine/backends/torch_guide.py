@@ -86,4 +86,7 @@ class GuidedWeights(LseWeights):
             out.mul_(part(side.weights(shift), index).unsqueeze(dim))
             if number:
                 spare_RC.add_(out)
-        exp2(s_RC, shift, g_RC).mul_(spare_RC)
+        # A pair that is dropped may score so far above those that count that its exponential overflows, and infinity
+        # times 0 is NaN. No pair that counts is above the log-sum-exps (1 is for rounding).
+        torch.clamp(s_RC, max=max(bounds) + 1, out=g_RC)
+        exp2(g_RC, shift, g_RC).mul_(spare_RC)

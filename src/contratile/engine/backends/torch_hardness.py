@@ -31,14 +31,14 @@ class Hardness:
     def of(self, s_RC: Tensor, tile: Tile, out: Tensor) -> Tensor:
         """In `out`, which may be the tile of scores itself."""
         places = [at.get().clone() for at in self.rule.places(s_RC, tile)]
-        if self.bias is None:
-            torch.mul(s_RC, self.times, out=out)
-        else:
-            bias = part(self.bias, tile.cols)
-            torch.sub(s_RC, bias, out=out).mul_(self.times).add_(bias)
+        torch.mul(s_RC, self.times, out=out)
         for at, positive in zip(self.rule.places(out, tile), places, strict=True):
             at.put_(positive)
-        return out
+        return self.biased(out, tile, out)
+
+    def biased(self, s_RC: Tensor, tile: Tile, out: Tensor) -> Tensor:
+        """With the biases, which the tile of scores lacks (`Scores.biased_late`)."""
+        return s_RC if self.bias is None else torch.add(s_RC, part(self.bias, tile.cols), out=out)
 
 
 class HardReader:
@@ -52,7 +52,7 @@ class HardReader:
 
     def read(self, s_RC: Tensor, spare_RC: Tensor, tile: Tile) -> None:
         if self.col is not None:
-            self.col.read(s_RC, spare_RC, tile)
+            self.col.read(self.hardness.biased(s_RC, tile, self.room(tile)), spare_RC, tile)
         if self.row is not None:
             self.row.read(self.hardness.of(s_RC, tile, self.room(tile)), spare_RC, tile)
 
@@ -70,7 +70,7 @@ class HardWeights:
 
     def weigh(self, s_RC: Tensor, g_RC: Tensor, spare_RC: Tensor, tile: Tile) -> None:
         if self.both.col is not None:
-            self.col.weigh(s_RC, spare_RC, spare_RC, tile)
+            self.col.weigh(self.hardness.biased(s_RC, tile, spare_RC), spare_RC, spare_RC, tile)
         self.row.weigh(self.hardness.of(s_RC, tile, g_RC), g_RC, g_RC, tile)
         if self.both.col is not None:
             g_RC.add_(spare_RC)

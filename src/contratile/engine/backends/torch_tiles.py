@@ -52,15 +52,17 @@ def forward(scores: Scores, spec: Spec, pos: Tensor | None) -> tuple[SideParts, 
                 if prefixes.asked:
                     s_RC = _times_factor(p_RC, prefixes.factor(at, tile, spare_RC), out=ws.tile(2, tile))
                 if not spec.compares:
-                    score_(scores, s_RC, tile)
+                    score_(scores, s_RC, tile, bias=not scores.biased_late)
                     if known is not None:
                         _read_positives(s_RC, tile, rule, known)
                 rule.exclude_(s_RC, tile)
                 if ranks is not None:
                     ranks.read(s_RC, spare_RC, tile)
                 if spec.compares and not spec.filters:
-                    score_(scores, s_RC, tile)
+                    score_(scores, s_RC, tile, bias=not scores.biased_late)
                 reader.read(s_RC, spare_RC, tile)
+    if pos is not None and scores.biased_late and scores.col_bias is not None:
+        pos.add_(rule.of_positives(scores.col_bias))
     parts = [reader.parts() for reader in readers]
     rows, cols = map(SideParts.stacked, zip(*parts, strict=True)) if prefixes.asked else parts[0]
     if ranks is not None:
@@ -250,7 +252,7 @@ class _TileGradient:
         self.keep_scores = into.dalpha is not None and not self.of_query
         # Scores are kept without biases, which would round them.
         biased = not (scores.bias is None and scores.col_bias is None)
-        self.apart = self.keep_scores and not spec.filters and biased
+        self.apart = self.keep_scores and not spec.filters and not scores.biased_late and biased
         tiles = 3 + len(self.weights) if self.nested else 3 if self.keep_scores else 2
         self.ws = Workspace(scores.plan, scores.q, scores.key, tiles=tiles)
 
@@ -271,7 +273,7 @@ class _TileGradient:
                     factor_RC = scores.prefixes.factor(prefix, tile, ws.tile(2, tile))
                     s_RC = _times_factor(p_RC, factor_RC, out=g_RC)
                 if not self.spec.filters:
-                    score_(scores, s_RC, tile, bias=not self.apart)
+                    score_(scores, s_RC, tile, bias=not (self.apart or scores.biased_late))
                 rule.exclude_(s_RC, tile)
             weigher.weigh(_biased(scores, s_RC, tile, out=g_RC) if self.apart else s_RC, g_RC, spare_RC, tile)
             for at in rule.places(g_RC, tile):

@@ -66,6 +66,22 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
         hardness_strength=5.0,
         **how,
     ),
+    "info_nce, four directions": lambda q, k, s, **how: ct.info_nce(
+        *(q, k, s),
+        ids=IDS,
+        hard_negatives=HARD.bfloat16().to(q),
+        share_hard_negatives=True,
+        directions=("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"),
+        **how,
+    ),
+    "info_nce, negatives from elsewhere": lambda q, k, s, **how: ct.info_nce(
+        *(q, k, s),
+        ids=IDS,
+        extra_keys=EXTRA.bfloat16().to(q),
+        extra_ids=torch.arange(21),
+        in_batch_negatives=False,
+        **how,
+    ),
     "info_nce": lambda q, k, s, **how: ct.info_nce(q, k, s, labels=(torch.arange(N) * 5) % N, **how),
     "info_nce, several positives": lambda q, k, s, **how: ct.info_nce(
         *(q, k, s), labels=(torch.arange(N) * 5) % N, ids=(IDS, IDS), same_id="positive", **how
