@@ -50,7 +50,7 @@ def test_hard_negatives_reach_the_loss(loss: Any, ids: Any, mode: Any, swapped: 
     left, right, hard, scale = parts()
     config = LossConfig(loss=loss, ids=ids, hard_negatives=mode)
     facts = pair_facts(chunk(TEXTS, NAMES, HARD), ids)
-    found, stats, _ = batch_loss(config, left, right, facts, hard, scale=scale, swapped=swapped)
+    found, stats, *_ = batch_loss(config, left, right, facts, hard, scale=scale, swapped=swapped)
     there = torch.tensor([[bool(text) for text in row] for row in HARD])
     options: dict[str, Any] = {"ids": text_ids(TEXTS if ids == "right" else NAMES)}
     if mode == "own":
@@ -66,7 +66,7 @@ def test_hard_negatives_reach_the_loss(loss: Any, ids: Any, mode: Any, swapped: 
     inputs = [left, right, hard, scale]
     for a, b in zip(torch.autograd.grad(found, inputs), torch.autograd.grad(expected, inputs), strict=True):
         assert torch.equal(a, b)
-    without, _, _ = batch_loss(config, left, right, facts[:, :1], scale=scale)
+    without, *_ = batch_loss(config, left, right, facts[:, :1], scale=scale)
     assert not torch.equal(found, without)
 
 
@@ -89,7 +89,7 @@ def test_pairs_of_equal_id(loss: Any, same_id: Any) -> None:
     config = LossConfig(loss=loss, ids="right", same_id=same_id)
     bias = (torch.tensor(-3.0),) if loss == "siglip" else ()
     facts = pair_facts(chunk(TEXTS, NAMES), "right")
-    found, stats, _ = batch_loss(config, left, right, facts, scale=scale, bias=bias[0] if bias else None)
+    found, stats, *_ = batch_loss(config, left, right, facts, scale=scale, bias=bias[0] if bias else None)
     functions: dict[str, Any] = {"clip": ct.clip_loss, "infonce": ct.info_nce, "siglip": ct.siglip_loss}
     options: dict[str, Any] = {} if same_id == "negative" else {"ids": text_ids(TEXTS), "same_id": same_id}
     expected, wanted = functions[loss](left, right, scale, *bias, return_stats=True, **options)
@@ -115,7 +115,7 @@ def test_matryoshka_dimensions(loss: Any) -> None:
     left, right, _, scale = parts()
     config = LossConfig(loss=loss, same_id="negative", matryoshka_dims=(2, 4), matryoshka_weights=(1.0, 0.5))
     bias = (torch.tensor(-3.0),) if loss == "siglip" else ()
-    found, stats, _ = batch_loss(
+    found, stats, *_ = batch_loss(
         config, left, right, pair_facts(chunk(TEXTS, NAMES), "right"), scale=scale, bias=bias[0] if bias else None
     )
     function: Any = {"clip": ct.clip_loss, "infonce": ct.info_nce, "siglip": ct.siglip_loss}[loss]
@@ -149,7 +149,9 @@ def test_directions_and_hardness_reach_the_loss(mode: Any) -> None:
     options: dict[str, Any] = {"directions": ALL, "hardness_mode": mode, "hardness_strength": 3.0}
     config = LossConfig(loss="infonce", ids="right", hard_negatives="own", **options)
     config.check()
-    found, stats, _ = batch_loss(config, left, right, pair_facts(chunk(TEXTS, NAMES, HARD), "right"), hard, scale=scale)
+    found, stats, *_ = batch_loss(
+        config, left, right, pair_facts(chunk(TEXTS, NAMES, HARD), "right"), hard, scale=scale
+    )
     there = torch.tensor([[bool(text) for text in row] for row in HARD])
     options |= {"hard_negatives": hard.view(N, H, D), "hard_mask": there, "ids": text_ids(TEXTS)}
     expected, wanted = ct.info_nce(left, right, scale, return_stats=True, **options)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from contratile.data.chunk_maker import negatives_side
-from contratile.data.loader import Batch
+from contratile.data.loader import Batch, Chunk
 from contratile.data.sample import Indexed, Stream
 from contratile.errors import bad_value
 from contratile.losses.normalized import warn_not_normalized
@@ -223,9 +223,10 @@ class Trainer(PreparedRun):
         if towers.bias is not None:
             learned["bias"] = towers.bias * 1
         with self.accelerator.autocast():
-            loss, stats, norms = self.cache(self._inputs(batch), **learned)
+            loss, stats, norms, terms = self.cache(self._inputs(batch), **learned)
         self.accelerator.backward(loss)
-        loss = self.accelerator.reduce(loss.detach(), "mean")
+        distill = [] if terms is None else [terms.distill]
+        loss, *distill = self.accelerator.reduce(torch.stack([loss.detach(), *distill]), "mean")
         if not torch.isfinite(loss):
             # Weights that an evaluation found sound are good: then it is this batch alone.
             if self.main and self.evaluated != self.step:
@@ -242,6 +243,8 @@ class Trainer(PreparedRun):
         self.optimizer.step()
         clamp_scale(towers.log_scale, self.config.loss.max_scale)
         facts = {"loss": float(loss), "lr": rate, "scale": scale_of(towers), "grad_norm": float(norm)}
+        if distill:
+            facts["distill"] = float(distill[0])
         if stats is not None:
             facts |= {"top1": float(stats.row_top1), "mean_rank": float(stats.row_rank)}
         padding = self.cache.padding
@@ -265,14 +268,24 @@ class Trainer(PreparedRun):
             inputs = [(self.towers.left, left), (self.towers.right, right)]
             if chunk.negatives is not None:
                 inputs.append((inputs[negatives_side(self.source)][0], chunk.negatives.inputs))
-            first, second, *hard = (arguments(tower, to_device(x, device)) for tower, x in inputs)
-            yield first, second, pair_facts(chunk, ids), *hard
+            inputs += self._second_inputs(chunk)
+            first, other, *more = (arguments(tower, to_device(x, device)) for tower, x in inputs)
+            yield first, other, pair_facts(chunk, ids), *more
         share = self.config.run.batch // self.accelerator.num_processes
         if count == 0 or (self.sharded and count < -(-share // self.chunk)):
             what = "chunk" if count else "share of a process"
             reasons = ", ".join(self.loader.broken)
             remedy = f"Repair the data ({reasons}), or raise --{'chunk' if count else 'batch'}."
             bad_value(f"step {self.step + 1}", expected=f"a readable sample in every {what}", got="none", remedy=remedy)
+
+    def _second_inputs(self, chunk: Chunk) -> list[tuple[Tower, Any]]:
+        """What the guide or the teacher encodes of a chunk."""
+        if self.second is None or chunk.second is None:
+            return []
+        left, right, negatives = chunk.second
+        sides = self.second.towers.left, self.second.towers.right
+        hard = [] if negatives is None else [(sides[negatives_side(self.source)], negatives)]
+        return [(sides[0], left), (sides[1], right), *hard]
 
     def evaluate(self) -> tuple[dict[str, float], SourceFeatures | None]:
         """Evaluate retrieval on the held-out data.
@@ -357,6 +370,7 @@ class Trainer(PreparedRun):
                 "loader": positions,
                 "config": to_dict(self.config),
                 "recipe": recipe_checksums(run.out),
+                **({} if self.second is None else {"second": self.second.facts}),
             }
             checkpoint.save(
                 run.out / "checkpoints" / checkpoint.step_name(self.step), {**state, "random": random}, facts
