@@ -8,7 +8,7 @@ import torch
 import contratile as ct
 from contratile.data.chunk_maker import Chunk, Negatives
 from contratile.train.config import LossConfig
-from contratile.train.objective import batch_loss, pair_facts, text_ids
+from contratile.train.objective import SecondFeatures, batch_loss, pair_facts, text_ids
 from tests.helpers import features
 
 N, H, D = 6, 2, 8
@@ -138,6 +138,58 @@ def test_matryoshka_dimensions(loss: Any) -> None:
 def test_what_matryoshka_dimensions_cannot_be(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="matryoshka"):
         LossConfig(**{"matryoshka_dims": (2, 4), **options}).check()
+
+
+@pytest.mark.parametrize("role", ["guide", "teacher"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"same_id": "negative"},
+        {"cache_mib": 1},
+        {"backend": "dense"},
+        {"margin": 0.1},
+        {"label_smoothing": 0.1},
+        {"same_id": "positive"},
+        {"matryoshka_dims": (2, 4)},
+        {"directions": ("query_to_doc", "doc_to_query")},
+        {"directions": ("query_to_doc", "query_to_query")},
+        {"hardness_mode": "in_batch_negatives", "hardness_strength": 1.0},
+    ],
+)
+def test_a_second_model_beside_other_options(role: str, options: dict[str, Any]) -> None:
+    """The configuration refuses what the losses refuse, and nothing else."""
+    left, right, _, scale = parts()
+    options = {**options, role: "runs/first"}
+    config = LossConfig(loss="infonce", ids="right", **options)
+    second = SecondFeatures(features(N, D + 2, seed=4), features(N, D + 2, seed=5), None, 30.0)
+    refusals = []
+    for call in (
+        config.check,
+        lambda: batch_loss(config, left, right, pair_facts(chunk(TEXTS, NAMES), "right"), None, second, scale=scale),
+    ):
+        try:
+            call()
+            refusals.append(False)
+        except ValueError as error:
+            assert role in str(error)
+            refusals.append(True)
+    allowed = len(options) == 1 or options.keys() & {"cache_mib", "backend"} or options.get("same_id") == "negative"
+    assert refusals == [not allowed, not allowed]
+
+
+def test_a_second_model_sees_swapped_sides() -> None:
+    """Pictures as hard negatives: the texts are the queries, of the guide too."""
+    left, right, hard, scale = parts()
+    config = LossConfig(same_id="negative", guide="runs/first", guide_margin=0.1)
+    facts = pair_facts(chunk(TEXTS, NAMES, HARD), "right")
+    guide = SecondFeatures(features(N, 3, seed=4), features(N, 3, seed=5), features(N * H, 3, seed=6), 1.0)
+    found = batch_loss(config, left, right, facts, hard, guide, scale=scale, swapped=True)
+    there = torch.tensor([bool(text) for row in HARD for text in row])
+    assert guide.negatives is not None
+    more = {"extra_keys": hard[there], "extra_guide": guide.negatives[there], "guide_margin": 0.1}
+    expected, _ = ct.clip_loss(right, left, scale, guide=(guide.right, guide.left), return_stats=True, **more)
+    assert torch.equal(found.loss, expected)
 
 
 ALL = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")

@@ -201,7 +201,7 @@ class ChunkMaker(Dataset[Any]):
         with framed(frames):
             for place, x in enumerate(found):
                 made = x() if callable(x) else x
-                views = (made,)
+                views: tuple[Any, ...] = (made,)
                 if frames is not None and not isinstance(made, str):
                     views = frames.views_of(made, f"{sample.key}/{place}")
                 read.append(views)

@@ -178,7 +178,7 @@ def sample_inputs(config: TrainConfig, towers: Towers, source: Indexed | Stream)
 
 
 def _limit(
-    config: TrainConfig, towers: Towers, blocks: tuple[Nest, Nest], accelerator: Any, second: Towers | None
+    config: TrainConfig, towers: Towers, blocks: tuple[Nest, Nest], accelerator: Any, second: Towers | None = None
 ) -> float:
     """Bytes that a chunk may take: half of what is free on a CPU and 80 % on an accelerator, less what else is held."""
     device: torch.device = accelerator.device
@@ -202,7 +202,12 @@ def _held_bytes(
     run, loss = config.run, config.loss
     trained = sum(p.numel() * p.element_size() for p in towers.parameters() if p.requires_grad)
     tiled = tiled_loss_bytes(
-        run.batch, towers.left.width, processes=processes, views=loss.rows_per_pair, cache_bytes=loss.cache_mib << 20
+        run.batch,
+        towers.left.width,
+        processes=processes,
+        views=loss.rows_per_pair,
+        cache_bytes=loss.cache_mib << 20,
+        second=0 if second is None else second.left.width,
     )
     held = 3 * trained + (dense_loss_bytes(run.batch, views=loss.rows_per_pair) if loss.backend == "dense" else tiled)
     pair = 4.0 * 4 * towers.left.width  # features of both sides and their gradients, in fp32

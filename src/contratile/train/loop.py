@@ -179,6 +179,7 @@ class Trainer(PreparedRun):
             views=loss.rows_per_pair,
             negatives=negatives,
             cache_bytes=loss.cache_mib << 20,
+            second=0 if self.second is None else self.second.towers.left.width,
         )
         return Tracker(
             run.out,
