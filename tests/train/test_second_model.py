@@ -1,8 +1,11 @@
 """A guide or a teacher in training: what it is given, what the loss makes of it, and that it stays as it was."""
 
 import os
+import re
+import shlex
 import shutil
 import signal
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +16,14 @@ import torch
 from torch import Tensor
 
 import contratile as ct
+from contratile.cli import main
 from contratile.data.chunk_maker import Chunk
 from contratile.models.base import Pixels
 from contratile.models.towers import TowerConfig, build_towers
 from contratile.planner.devices import parse_devices
 from contratile.planner.loss_memory import tiled_loss_bytes
 from contratile.planner.memory import buffer_rows
+from contratile.report.tracking import history
 from contratile.train import checkpoint
 from contratile.train.config import TrainConfig
 from contratile.train.config_file import load_config, save_config
@@ -119,6 +124,11 @@ def test_a_guided_step_is_the_loss_with_its_features(
         return found
 
     check_step(trainer, facts, before, lambda towers: by_hand(towers, guide=both))
+    similar = both[0] @ both[1].T
+    own = similar.diagonal()[:, None]
+    margin = options.get("guide_margin", 0.0) * (own.abs() if "guide_margin_strategy" in options else 1)
+    others = ~torch.eye(len(words), dtype=torch.bool)
+    assert facts["guide_drops"] == pytest.approx((similar > own - margin)[others].float().mean().item())
     keywords = {name: value for name, value in keywords.items() if name == "ids"}
     assert abs(facts["loss"] - by_hand(trainer.towers).item()) > 1e-3, "it dropped nothing"
 
@@ -463,6 +473,63 @@ def test_a_teacher_has_no_place_for_hard_negatives(first: Path, tmp_path: Path) 
         Trainer(small(data, tmp_path / "run", teacher=str(first)))
     found = one_step(small(data, tmp_path / "run", teacher=str(first), num_negatives=0, batch=16))[2]
     assert found["distill"] > 0
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^contratile (train .* --(?:width|guide|teacher) .*)$", PAGE, re.MULTILINE)
+SMALLER = ["--limit", "60", "--batch", "30", "--width", "32", "--depth", "1", "--steps", "2", "--eval-every", "2"]
+SMALLER += ["--gallery", "held-out", "--cpu", "--no-tensorboard"]
+
+
+@pytest.mark.slow
+def test_the_documented_commands_learn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Word for word."""
+    monkeypatch.chdir(tmp_path)
+    for command in COMMANDS:
+        assert main(shlex.split(command)) == 0
+    told = capsys.readouterr().err
+    shares = [float(share) for share in re.findall(r"guide drops ([0-9.]+)%", told)]
+    assert shares and 0 < max(shares) < 30
+    for name in ("first", "guided", "taught"):
+        found = losses(tmp_path / "runs" / name)
+        assert len(found) == 60 and found[-1] < 0.8 * found[0]
+
+
+def test_the_documented_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With fewer and smaller steps."""
+    monkeypatch.chdir(tmp_path)
+    assert len(COMMANDS) == 3
+    for command in COMMANDS:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such a guide drops nearly all pairs
+            assert main([*shlex.split(command), *SMALLER]) == 0
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"guide {tmp_path / 'runs' / 'first'} at step" in told and "guide drops" in told
+    assert f"teacher {tmp_path / 'runs' / 'first'} at step" in told and "distill" in told
+    assert {"guide_drops", "loss"} <= history(tmp_path / "runs" / "guided")[1].keys()
+    guided = shlex.split(COMMANDS[1])
+    assert main([*guided, *SMALLER, "--guide", "runs/none", "--out", "runs/other"]) == 2
+    assert "guide: expected the folder of a run, or pretrained" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*guided, *SMALLER, "--margin", "0.1", "--out", "runs/other"])
+    assert "guide: expected none with --margin" in capsys.readouterr().err
+    assert not (tmp_path / "runs" / "other").exists()
+    assert main([*guided, *SMALLER, "--plan"]) == 0
+    assert "guide weights" in capsys.readouterr().out
+
+
+def test_a_guide_that_drops_nearly_everything(table: Path, first: Path, tmp_path: Path) -> None:
+    with pytest.warns(
+        UserWarning, match=r"the guide drops 100% of the pairs of the first batch.* Lower --guide-margin"
+    ):
+        found = one_step(small(table, tmp_path, guide=str(first), guide_margin=2.5))[2]
+    assert found["loss"] == 0.0 and found["guide_drops"] == 1.0
 
 
 # --- what is told -----------------------------------------------------------------------------------------------------

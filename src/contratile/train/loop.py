@@ -41,6 +41,7 @@ from contratile.train.preparation import PreparedRun
 from contratile.train.random_state import random_state
 from contratile.train.results import is_finished
 from contratile.train.schedule import learning_rate
+from contratile.train.second_model import warn_of_much
 from contratile.train.sharding import whole
 from contratile.train.stopping import signals
 
@@ -224,7 +225,7 @@ class Trainer(PreparedRun):
         if towers.bias is not None:
             learned["bias"] = towers.bias * 1
         with self.accelerator.autocast():
-            loss, stats, norms, terms = self.cache(self._inputs(batch), **learned)
+            loss, stats, norms, terms, dropped = self.cache(self._inputs(batch), **learned)
         self.accelerator.backward(loss)
         distill = [] if terms is None else [terms.distill]
         loss, *distill = self.accelerator.reduce(torch.stack([loss.detach(), *distill]), "mean")
@@ -246,6 +247,10 @@ class Trainer(PreparedRun):
         facts = {"loss": float(loss), "lr": rate, "scale": scale_of(towers), "grad_norm": float(norm)}
         if distill:
             facts["distill"] = float(distill[0])
+        if dropped is not None:
+            facts["guide_drops"] = float(dropped)
+            if self.step == 0:
+                warn_of_much(facts["guide_drops"])
         if stats is not None:
             facts |= {"top1": float(stats.row_top1), "mean_rank": float(stats.row_rank)}
         padding = self.cache.padding

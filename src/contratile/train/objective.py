@@ -1,7 +1,7 @@
 """The loss of a training step, chosen by the configuration.
 
 found = batch_loss(LossConfig(loss="clip"), left, right, pair_facts(chunk, "right"), scale=scale)
-found.loss, found.stats, found.norms, found.terms
+found.loss, found.stats, found.norms, found.terms, found.dropped
 """
 
 from __future__ import annotations
@@ -16,11 +16,16 @@ from torch import Tensor
 from contratile.losses import functional
 from contratile.losses.beside import LossTerms
 from contratile.losses.normalized import typical_norms
+from contratile.reference import guide_limit
 
 if TYPE_CHECKING:
     from contratile.data.chunk_maker import Chunk
     from contratile.losses.batch_stats import BatchStats
     from contratile.train.config import LossConfig
+
+
+SAMPLED = 512
+"""Rows whose pairs tell how many a guide drops."""
 
 
 class SecondFeatures(NamedTuple):
@@ -47,6 +52,9 @@ class StepLoss(NamedTuple):
 
     terms: LossTerms | None = None
     """The terms of a loss with a teacher."""
+
+    dropped: Tensor | None = None
+    """Share of the pairs that the guide drops, of some of this process's own."""
 
 
 def step_loss(
@@ -140,7 +148,7 @@ def _with_stats(
         loss, terms, stats = function(*tensors, return_stats=True, return_terms=True, **how)
         return StepLoss(loss, stats, norms, terms)
     loss, stats = function(*tensors, return_stats=True, **how)
-    return StepLoss(loss, stats, norms)
+    return StepLoss(loss, stats, norms, dropped=_dropped(**how) if "guide" in how else None)
 
 
 def _negatives(config: LossConfig, negatives: Tensor, facts: Tensor) -> dict[str, Any]:
@@ -170,6 +178,20 @@ def _second(config: LossConfig, second: SecondFeatures, facts: Tensor, *, swappe
         return found | {"hard_guide": second.negatives.view(*there.shape, -1)}
     places = _taken(there).to(second.negatives.device)
     return found | {"extra_guide": second.negatives.index_select(0, places)}
+
+
+@torch.no_grad()
+def _dropped(
+    guide: tuple[Tensor, Tensor], guide_margin: float, guide_margin_strategy: str, **others: Any
+) -> Tensor | None:
+    """Share of the pairs among some rows that the guide drops: the loss does not count them."""
+    query, key = (x[:SAMPLED].float() for x in guide)
+    if len(query) < 2:
+        return None
+    similar = query @ key.T
+    limit = guide_limit(similar.diagonal(), guide_margin, relative=guide_margin_strategy == "relative")
+    above = (similar > limit.unsqueeze(1)).fill_diagonal_(False)
+    return above.sum() / (len(query) * (len(query) - 1))
 
 
 def _taken(there: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ It has its own tokenizer, image size and normalisation. It is not trained, not s
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,9 @@ from contratile.train.load import load_run
 from contratile.train.paths import missing_towers
 from contratile.train.random_state import random_state, set_random_state
 from contratile.train.second_options import EXPECTED, Role, is_pretrained
+
+MUCH = 0.9
+"""Share of dropped pairs above which a run is warned."""
 
 
 class SecondModel(NamedTuple):
@@ -145,6 +149,13 @@ def second_definition(config: TrainConfig) -> Towers | None:
             its = load_config(run / CONFIG)
             towers = build_towers(its.towers, folder=run, views=its.augment.views == 2)
     return towers.eval().requires_grad_(False)
+
+
+def warn_of_much(dropped: float) -> None:
+    """Warn if a guide drops so many pairs that little is left to learn from."""
+    if dropped > MUCH:
+        told = f"the guide drops {dropped:.0%} of the pairs of the first batch, which leaves little to learn from."
+        warnings.warn(f"{told} Lower --guide-margin, or name a guide that knows the data better.", stacklevel=2)
 
 
 def _run_and_weights(name: str) -> tuple[Path, str]:
