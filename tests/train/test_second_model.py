@@ -386,8 +386,14 @@ def test_other_weights_under_its_name_are_told(table: Path, tmp_path: Path) -> N
     (notice,) = Trainer(longer).notices
     assert notice.startswith(f"guide: {guide} has other weights than when the run was stopped. To fix them, name a che")
     fixed = replace(longer, loss=replace(longer.loss, guide=str(guide / "checkpoints" / "step-00000007")))
+    assert not Trainer(fixed).notices
+    shutil.copytree(guide, tmp_path / "copy")
+    for name, told in (("copy/checkpoints/step-00000007", 0), ("copy", 1)):
+        other = replace(longer, loss=replace(longer.loss, guide=str(tmp_path / name)))
+        notices = Trainer(other).notices
+        assert len(notices) == told and all(f"other weights than {guide}, which the run had" in x for x in notices)
     trainer = Trainer(fixed)
-    assert not trainer.notices and trainer.second is not None and trainer.second.step == 7
+    assert trainer.second is not None and trainer.second.step == 7
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -188,7 +188,8 @@ def _dropped(
     query, key = (x[:SAMPLED].float() for x in guide)
     if len(query) < 2:
         return None
-    similar = query @ key.T
+    with torch.autocast(query.device.type, enabled=False):
+        similar = query @ key.T
     limit = guide_limit(similar.diagonal(), guide_margin, relative=guide_margin_strategy == "relative")
     above = (similar > limit.unsqueeze(1)).fill_diagonal_(False)
     return above.sum() / (len(query) * (len(query) - 1))

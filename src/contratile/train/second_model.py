@@ -70,12 +70,14 @@ class SecondModel(NamedTuple):
             bad_value(self.role, expected=expected, got=got, remedy=remedy)
 
     def changed(self, facts: Any) -> str:
-        """A notice if the model of this name had other weights when a checkpoint was written; else ""."""
+        """A notice if the weights are not those that the run had when a checkpoint was written; else ""."""
         before = facts.get("second") if isinstance(facts, dict) else None
-        if not isinstance(before, dict) or before.get("name") != self.name or before.get("weights") == self.weights:
+        if not isinstance(before, dict) or before.get("weights") == self.weights:
             return ""
-        hint = "To fix them, name a checkpoint: RUN/checkpoints/step-..." if self.step is not None else ""
-        return f"{self.role}: {self.name} has other weights than when the run was stopped. {hint}".rstrip()
+        hint = "" if self.step is None else ". To fix them, name a checkpoint: RUN/checkpoints/step-..."
+        name = str(before.get("name"))
+        was = "when the run was stopped" if name == self.name else f"{name}, which the run had before"
+        return f"{self.role}: {self.name} has other weights than {was}{hint}"
 
 
 def check_there(config: TrainConfig) -> None:
