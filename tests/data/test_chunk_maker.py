@@ -110,6 +110,34 @@ def test_of_more_negatives_some_are_chosen_for_each_epoch() -> None:
     assert len(seen) == 3
 
 
+@pytest.mark.parametrize("augment", [None, AugmentConfig(augment="simclr")])
+@pytest.mark.parametrize("edge", [8, 12])
+def test_a_second_model_is_given_the_same_crops_at_its_own_size(edge: int, augment: AugmentConfig | None) -> None:
+    options: dict[str, Any] = {"negatives": 1, "augment": augment, "seed": 3}
+    reading, items = Reading(**options), Items([0, 1, 3], [5] * 3)
+    second = (Squares(edge), lambda texts: [text.upper() for text in texts])
+    chunk, _, _ = ChunkMaker(Pictures(), (Squares(8), list), reading, second)[items]
+    assert chunk is not None and chunk.second is not None and chunk.negatives is not None
+    own = made(Pictures(), [0, 1, 3], 5, prepare=second, **options)
+    assert own.negatives is not None
+    assert torch.equal(chunk.second.left, own.left)
+    assert torch.equal(chunk.second.negatives[1:], own.negatives.inputs[1:])
+    assert torch.equal(chunk.second.negatives[0], own.left[0]), "an empty place"
+    assert chunk.second.right == ["NAME 0", "NAME 1", "NAME 3"]
+    assert (chunk.second.left is chunk.left) == (edge == 8)
+    plain = made(Pictures(), [0, 1, 3], 5, prepare=(Squares(8), list), **options)
+    assert plain.second is None and plain.negatives is not None
+    assert torch.equal(chunk.left, plain.left) and torch.equal(chunk.negatives.inputs, plain.negatives.inputs)
+
+
+def test_hard_negatives_of_texts_go_to_both_models() -> None:
+    reading = Reading(negatives=2, training=False)
+    chunk, _, _ = ChunkMaker(Pairs(), (list, list), reading, (tuple, tuple))[Items([1, 3], [0, 0])]
+    assert chunk is not None and chunk.second is not None and chunk.negatives is not None
+    assert list(chunk.second.negatives) == chunk.negatives.inputs
+    assert chunk.second.left == ("1", "3") and chunk.second.right == tuple(chunk.texts)
+
+
 def test_pictures_as_hard_negatives_go_to_the_image_tower() -> None:
     chunk = made(Pictures(), [0, 1], negatives=1, prepare=(Squares(8), list))
     assert chunk.negatives is not None and chunk.negatives.inputs.shape == (2, 3, 8, 8)

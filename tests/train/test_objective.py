@@ -8,7 +8,7 @@ import torch
 import contratile as ct
 from contratile.data.chunk_maker import Chunk, Negatives
 from contratile.train.config import LossConfig
-from contratile.train.objective import batch_loss, pair_facts, text_ids
+from contratile.train.objective import SecondFeatures, batch_loss, pair_facts, text_ids
 from tests.helpers import features
 
 N, H, D = 6, 2, 8
@@ -50,7 +50,7 @@ def test_hard_negatives_reach_the_loss(loss: Any, ids: Any, mode: Any, swapped: 
     left, right, hard, scale = parts()
     config = LossConfig(loss=loss, ids=ids, hard_negatives=mode)
     facts = pair_facts(chunk(TEXTS, NAMES, HARD), ids)
-    found, stats, _ = batch_loss(config, left, right, facts, hard, scale=scale, swapped=swapped)
+    found, stats, *_ = batch_loss(config, left, right, facts, hard, scale=scale, swapped=swapped)
     there = torch.tensor([[bool(text) for text in row] for row in HARD])
     options: dict[str, Any] = {"ids": text_ids(TEXTS if ids == "right" else NAMES)}
     if mode == "own":
@@ -66,7 +66,7 @@ def test_hard_negatives_reach_the_loss(loss: Any, ids: Any, mode: Any, swapped: 
     inputs = [left, right, hard, scale]
     for a, b in zip(torch.autograd.grad(found, inputs), torch.autograd.grad(expected, inputs), strict=True):
         assert torch.equal(a, b)
-    without, _, _ = batch_loss(config, left, right, facts[:, :1], scale=scale)
+    without, *_ = batch_loss(config, left, right, facts[:, :1], scale=scale)
     assert not torch.equal(found, without)
 
 
@@ -89,7 +89,7 @@ def test_pairs_of_equal_id(loss: Any, same_id: Any) -> None:
     config = LossConfig(loss=loss, ids="right", same_id=same_id)
     bias = (torch.tensor(-3.0),) if loss == "siglip" else ()
     facts = pair_facts(chunk(TEXTS, NAMES), "right")
-    found, stats, _ = batch_loss(config, left, right, facts, scale=scale, bias=bias[0] if bias else None)
+    found, stats, *_ = batch_loss(config, left, right, facts, scale=scale, bias=bias[0] if bias else None)
     functions: dict[str, Any] = {"clip": ct.clip_loss, "infonce": ct.info_nce, "siglip": ct.siglip_loss}
     options: dict[str, Any] = {} if same_id == "negative" else {"ids": text_ids(TEXTS), "same_id": same_id}
     expected, wanted = functions[loss](left, right, scale, *bias, return_stats=True, **options)
@@ -115,7 +115,7 @@ def test_matryoshka_dimensions(loss: Any) -> None:
     left, right, _, scale = parts()
     config = LossConfig(loss=loss, same_id="negative", matryoshka_dims=(2, 4), matryoshka_weights=(1.0, 0.5))
     bias = (torch.tensor(-3.0),) if loss == "siglip" else ()
-    found, stats, _ = batch_loss(
+    found, stats, *_ = batch_loss(
         config, left, right, pair_facts(chunk(TEXTS, NAMES), "right"), scale=scale, bias=bias[0] if bias else None
     )
     function: Any = {"clip": ct.clip_loss, "infonce": ct.info_nce, "siglip": ct.siglip_loss}[loss]
@@ -140,6 +140,58 @@ def test_what_matryoshka_dimensions_cannot_be(options: dict[str, Any]) -> None:
         LossConfig(**{"matryoshka_dims": (2, 4), **options}).check()
 
 
+@pytest.mark.parametrize("role", ["guide", "teacher"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"same_id": "negative"},
+        {"cache_mib": 1},
+        {"backend": "dense"},
+        {"margin": 0.1},
+        {"label_smoothing": 0.1},
+        {"same_id": "positive"},
+        {"matryoshka_dims": (2, 4)},
+        {"directions": ("query_to_doc", "doc_to_query")},
+        {"directions": ("query_to_doc", "query_to_query")},
+        {"hardness_mode": "in_batch_negatives", "hardness_strength": 1.0},
+    ],
+)
+def test_a_second_model_beside_other_options(role: str, options: dict[str, Any]) -> None:
+    """The configuration refuses what the losses refuse, and nothing else."""
+    left, right, _, scale = parts()
+    options = {**options, role: "runs/first"}
+    config = LossConfig(loss="infonce", ids="right", **options)
+    second = SecondFeatures(features(N, D + 2, seed=4), features(N, D + 2, seed=5), None, 30.0)
+    refusals = []
+    for call in (
+        config.check,
+        lambda: batch_loss(config, left, right, pair_facts(chunk(TEXTS, NAMES), "right"), None, second, scale=scale),
+    ):
+        try:
+            call()
+            refusals.append(False)
+        except ValueError as error:
+            assert role in str(error)
+            refusals.append(True)
+    allowed = len(options) == 1 or options.keys() & {"cache_mib", "backend"} or options.get("same_id") == "negative"
+    assert refusals == [not allowed, not allowed]
+
+
+def test_a_second_model_sees_swapped_sides() -> None:
+    """Pictures as hard negatives: the texts are the queries, of the guide too."""
+    left, right, hard, scale = parts()
+    config = LossConfig(same_id="negative", guide="runs/first", guide_margin=0.1)
+    facts = pair_facts(chunk(TEXTS, NAMES, HARD), "right")
+    guide = SecondFeatures(features(N, 3, seed=4), features(N, 3, seed=5), features(N * H, 3, seed=6), 1.0)
+    found = batch_loss(config, left, right, facts, hard, guide, scale=scale, swapped=True)
+    there = torch.tensor([bool(text) for row in HARD for text in row])
+    assert guide.negatives is not None
+    more = {"extra_keys": hard[there], "extra_guide": guide.negatives[there], "guide_margin": 0.1}
+    expected, _ = ct.clip_loss(right, left, scale, guide=(guide.right, guide.left), return_stats=True, **more)
+    assert torch.equal(found.loss, expected)
+
+
 ALL = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
 
 
@@ -149,7 +201,9 @@ def test_directions_and_hardness_reach_the_loss(mode: Any) -> None:
     options: dict[str, Any] = {"directions": ALL, "hardness_mode": mode, "hardness_strength": 3.0}
     config = LossConfig(loss="infonce", ids="right", hard_negatives="own", **options)
     config.check()
-    found, stats, _ = batch_loss(config, left, right, pair_facts(chunk(TEXTS, NAMES, HARD), "right"), hard, scale=scale)
+    found, stats, *_ = batch_loss(
+        config, left, right, pair_facts(chunk(TEXTS, NAMES, HARD), "right"), hard, scale=scale
+    )
     there = torch.tensor([[bool(text) for text in row] for row in HARD])
     options |= {"hard_negatives": hard.view(N, H, D), "hard_mask": there, "ids": text_ids(TEXTS)}
     expected, wanted = ct.info_nce(left, right, scale, return_stats=True, **options)

@@ -15,6 +15,8 @@ ELSEWHERE = {
     "--aug-cfg": "--augment",
     "--batch-size": "--batch",
     "--dataset": "--data",
+    "--distill-model": "--teacher",
+    "--distill-pretrained": "--teacher",
     "--imagenet-val": "--zero-shot",
     "--learning-rate": "--lr",
     "--logs": "--out",

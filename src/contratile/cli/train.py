@@ -117,6 +117,7 @@ ABOUT = "\n\n".join(
         "  contratile train --config icons --out runs/icons\n"
         "  contratile train --data pairs.csv --batch 8192 --steps 1000 --out runs/mine\n"
         "  contratile train --data pairs.csv --towers open_clip:ViT-B-32:laion2b_s34b_b79k --out runs/tuned\n"
+        "  contratile train --data pairs.csv --guide runs/tuned --guide-margin 0.05 --out runs/guided\n"
         '  torchrun --nproc-per-node 8 -m contratile train --data "shards/{0000..0999}.tar" --steps 5000',
     )
 )

@@ -59,6 +59,15 @@ class Negatives(NamedTuple):
     """The negatives as texts, place by place; "" for pictures and empty places."""
 
 
+class SecondInputs(NamedTuple):
+    """What a second model is given of the same pairs."""
+
+    left: Any
+    right: Any
+    negatives: Any = None
+    """Of all places for hard negatives, as in `Negatives`."""
+
+
 class Chunk(NamedTuple):
     """Pairs that go through the towers together."""
 
@@ -77,6 +86,7 @@ class Chunk(NamedTuple):
     """Names of the left sides: equal names mean the same image or text."""
 
     negatives: Negatives | None = None
+    second: SecondInputs | None = None
 
 
 class Items(NamedTuple):
@@ -89,17 +99,43 @@ class Items(NamedTuple):
     """How often each was read before."""
 
 
-class ChunkMaker(Dataset[Any]):
-    """Reads and prepares the samples of a chunk."""
+class _Read(NamedTuple):
+    """A sample with the images at their final sizes."""
 
-    def __init__(self, source: Indexed | Stream, prepare: tuple[Prepare, Prepare], reading: Reading) -> None:
+    sample: Sample
+    left: tuple[Any, ...]
+    """The views of its left side; with a second model, what that sees comes last."""
+
+    negatives: tuple[tuple[Any, ...], ...]
+    """The same of its hard negatives."""
+
+
+class ChunkMaker(Dataset[Any]):
+    """Reads and prepares the samples of a chunk.
+
+    Args:
+        source: The samples.
+        prepare: Turns left and right sides into inputs of the towers.
+        reading: What else is done.
+        second: The same for a second model, which encodes the same samples.
+    """
+
+    def __init__(
+        self,
+        source: Indexed | Stream,
+        prepare: tuple[Prepare, Prepare],
+        reading: Reading,
+        second: tuple[Prepare, Prepare] | None = None,
+    ) -> None:
         self.prepare, self.stream, self.reading = prepare, isinstance(source, Stream), reading
+        self.second = second
         self.read = source.sample if isinstance(source, Stream) else source.__getitem__
         self.edge: int = getattr(prepare[0], "edge", 0)
+        self.second_edge: int = 0 if second is None else getattr(second[0], "edge", 0)
+        # Pixels of one size are prepared once: each model normalises them itself.
+        self.same_pixels = bool(self.edge) and self.second_edge == self.edge
         self.augment = None if reading.strengths is None else Augment(reading.strengths)
-        self.negatives_prepare: Prepare | None = None
-        if reading.negatives:
-            self.negatives_prepare = prepare[negatives_side(source)]
+        self.hard_side = negatives_side(source) if reading.negatives else None
 
     def __getitem__(self, asked: Items) -> tuple[Chunk | None, list[Broken], int]:
         """Make a chunk from indices of an indexed source, or records of a stream.
@@ -108,29 +144,28 @@ class ChunkMaker(Dataset[Any]):
             The chunk, or None if all items are broken; the broken items; the number of items.
         """
         items, rounds = asked
-        samples: list[Sample] = []
-        views: list[tuple[Any, ...]] = []
+        read: list[_Read] = []
         places: list[int] = []
         broken: list[Broken] = []
         for item, turn in zip(items, rounds, strict=True):
             try:
-                sample, seen = self._sample(item, turn)
-                samples.append(sample)
-                views.append(seen)
+                read.append(self._read(item, turn))
                 places.append(-1 if self.stream else item)
             except Broken as error:
                 broken.append(error)
-        if not samples:
+        if not read:
             return None, broken, len(items)
+        samples = [one.sample for one in read]
         texts = [sample.right for sample in samples]
-        left = self.prepare[0]([seen[0] for seen in views])
-        right = self.prepare[1](texts if self.reading.views == 1 else [seen[1] for seen in views])
+        left = self.prepare[0]([one.left[0] for one in read])
+        right = self.prepare[1](texts if self.reading.views == 1 else [one.left[1] for one in read])
         keys, names = [sample.key for sample in samples], [left_name(sample) for sample in samples]
-        chunk = Chunk(left, right, torch.tensor(places), keys, texts, names, self._negatives(samples))
-        return chunk, broken, len(items)
+        negatives = self._negatives(read)
+        chunk = Chunk(left, right, torch.tensor(places), keys, texts, names, negatives)
+        return chunk._replace(second=self._second(chunk, read)), broken, len(items)
 
-    def _sample(self, item: Any, epoch: int) -> tuple[Sample, tuple[Any, ...]]:
-        """Read a sample and the views of its left side.
+    def _read(self, item: Any, epoch: int) -> _Read:
+        """Read a sample, the views of its left side and its hard negatives.
 
         Images already have their final size: all images of a chunk are in memory together.
         """
@@ -143,6 +178,7 @@ class ChunkMaker(Dataset[Any]):
                 seeds=(reading.seed, epoch),
                 views=reading.views,
                 plain_first=not reading.training,
+                second=self.second_edge,
             )
         with framed(frames):
             sample = self.read(item)
@@ -150,39 +186,58 @@ class ChunkMaker(Dataset[Any]):
             choices = sample.right, *sample.more
             chosen = random_numbers(reading.seed, epoch, sample.key, "text").choice(choices)
             sample = sample._replace(right=chosen)
-        sample = sample._replace(negatives=self._chosen(sample, epoch, frames))
+        negatives = self._chosen(sample, epoch, frames)
         if frames is None or isinstance(sample.left, str):
-            return sample, (sample.left,) * reading.views
+            return _Read(sample, (sample.left,) * reading.views, negatives)
         views = frames.views_of(sample.left, sample.key)
-        return sample._replace(left=views[0]), views
+        return _Read(sample._replace(left=views[0]), views, negatives)
 
-    def _chosen(self, sample: Sample, epoch: int, frames: Frames | None) -> tuple[Any, ...]:
+    def _chosen(self, sample: Sample, epoch: int, frames: Frames | None) -> tuple[tuple[Any, ...], ...]:
         """The hard negatives of a sample that are used; pictures are read now."""
         count, found = self.reading.negatives, sample.negatives
         if len(found) > count:
             found = tuple(random_numbers(self.reading.seed, epoch, sample.key, "negatives").sample(found, count))
-        read = []
+        read: list[tuple[Any, ...]] = []
         with framed(frames):
             for place, x in enumerate(found):
                 made = x() if callable(x) else x
+                views: tuple[Any, ...] = (made,)
                 if frames is not None and not isinstance(made, str):
-                    made = frames.views_of(made, f"{sample.key}/{place}")[0]
-                read.append(made)
+                    views = frames.views_of(made, f"{sample.key}/{place}")
+                read.append(views)
         return tuple(read)
 
-    def _negatives(self, samples: list[Sample]) -> Negatives | None:
+    def _negatives(self, read: list[_Read]) -> Negatives | None:
         count = self.reading.negatives
-        if self.negatives_prepare is None:
+        if self.hard_side is None:
             return None
-        there = torch.zeros(len(samples), count, dtype=torch.bool)
-        found: list[Any] = []
-        for row, sample in enumerate(samples):
-            mine = sample.negatives
-            there[row, : len(mine)] = True
-            filler = sample.right if self.negatives_prepare is self.prepare[1] else sample.left
-            found += [*mine, *[filler] * (count - len(mine))]
+        there = torch.zeros(len(read), count, dtype=torch.bool)
+        for row, one in enumerate(read):
+            there[row, : len(one.negatives)] = True
+        found = self._places(read, 0)
         texts = [x if here and isinstance(x, str) else "" for x, here in zip(found, there.flatten(), strict=True)]
-        return Negatives(self.negatives_prepare(found), there, texts)
+        return Negatives(self.prepare[self.hard_side](found), there, texts)
+
+    def _places(self, read: list[_Read], view: int) -> list[Any]:
+        """What is in the places for hard negatives, as one of the views; empty ones repeat something else."""
+        found: list[Any] = []
+        for one in read:
+            filler = one.sample.right if self.hard_side == 1 else one.left[view]
+            mine = [views[view] for views in one.negatives]
+            found += [*mine, *[filler] * (self.reading.negatives - len(mine))]
+        return found
+
+    def _second(self, chunk: Chunk, read: list[_Read]) -> SecondInputs | None:
+        """What the second model is given."""
+        if self.second is None:
+            return None
+        left = chunk.left if self.same_pixels else self.second[0]([one.left[-1] for one in read])
+        negatives = None
+        if chunk.negatives is not None and self.hard_side is not None:
+            pixels = self.same_pixels and self.hard_side == 0
+            hard = None if pixels else self.second[self.hard_side](self._places(read, -1))
+            negatives = chunk.negatives.inputs if pixels else hard
+        return SecondInputs(left, self.second[1](chunk.texts), negatives)
 
 
 def negatives_side(source: Source) -> int:

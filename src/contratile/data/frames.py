@@ -29,6 +29,7 @@ class Frames:
         seeds: Start of the random numbers of a view; the key of the image and the number of the view follow.
         views: Views of each image.
         plain_first: Leave the first view as it is, to compare the others with it.
+        second: Height and width for a second model, which sees the first view too; 0: there is none.
     """
 
     def __init__(
@@ -39,8 +40,10 @@ class Frames:
         seeds: tuple[int, ...] = (),
         views: int = 1,
         plain_first: bool = False,
+        second: int = 0,
     ) -> None:
         self.edge, self.augment, self.seeds, self.views, self.plain_first = edge, augment, seeds, views, plain_first
+        self.second = second
         self._made: dict[int, tuple[Image.Image, ...]] = {}
 
     def draft(self, image: Image.Image, key: str) -> int:
@@ -62,12 +65,18 @@ class Frames:
         """The first view of a decoded RGB image; `views_of` has them all."""
         if not drafted:
             self._whole, self._drawn = image.size, self._draw(image.size, key)
-        made = tuple(self._view(image, changes) for changes in self._drawn)
+        made = tuple(self._view(image, changes, self.edge) for changes in self._drawn)
+        if self.second:
+            again = made[0] if self.second == self.edge else self._view(image, self._drawn[0], self.second)
+            made = (*made, again)
         self._made[id(made[0])] = made
         return made[0]
 
     def views_of(self, image: Image.Image, key: str) -> tuple[Image.Image, ...]:
-        """All views of an image that `decode` returned, or that its source made in its own way."""
+        """All views of an image that `decode` returned, or that its source made in its own way.
+
+        With a second model, what it sees comes last.
+        """
         if id(image) not in self._made:
             rgb = image if image.mode == "RGB" else image.convert("RGB")
             return self._made[id(self.frame(rgb, key))]
@@ -84,16 +93,17 @@ class Frames:
 
     def _spare(self, size: tuple[int, int], changes: Changes | None) -> float:
         """By how much an image may be shrunk before a view is made."""
+        edge = max(self.edge, self.second)
         if changes is None:
-            return min(size) / (PLAIN_GAP * self.edge)
+            return min(size) / (PLAIN_GAP * edge)
         left, top, right, bottom = changes.box
-        return min(right - left, bottom - top) / (GAP * self.edge)
+        return min(right - left, bottom - top) / (GAP * edge)
 
-    def _view(self, image: Image.Image, changes: Changes | None) -> Image.Image:
+    def _view(self, image: Image.Image, changes: Changes | None, edge: int) -> Image.Image:
         if self.augment is None or changes is None:
-            square = center_square(image, self.edge, self._whole)
+            square = center_square(image, edge, self._whole)
             return square.copy() if square is image else square
-        return self.augment.apply(image, changes, self.edge)
+        return self.augment.apply(image, changes, edge)
 
 
 _frames: ContextVar[Frames | None] = ContextVar("frames", default=None)

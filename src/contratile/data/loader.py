@@ -71,6 +71,8 @@ class Loader:
         negatives: Places for hard negatives of each sample. Of more, some are chosen for each epoch.
         samples_per_epoch: Samples in an epoch; 0: all of the source. A stream's epochs get a length by it.
         training: False takes the first of several texts, and augments nothing but the second of two views.
+        second: Prepares the same samples for a second model too (`Chunk.second`); its images are the same crops, at
+            its own size.
 
     Attributes:
         steps_per_epoch: Batches in an epoch; None for a stream without `samples_per_epoch`.
@@ -112,6 +114,7 @@ class Loader:
         negatives: int = 0,
         samples_per_epoch: int = 0,
         training: bool = True,
+        second: tuple[Prepare, Prepare] | None = None,
     ) -> None:
         check_count("negatives", negatives, least=0)
         check_count("samples_per_epoch", samples_per_epoch, least=0)
@@ -139,6 +142,7 @@ class Loader:
             samples=samples_per_epoch,
         )
         self.reading = Reading(seed=seed, augment=augment, negatives=negatives, training=training)
+        self.second = second
         self.broken_limit = broken_limit
         self.seen = 0
         self.broken: Counter[str] = Counter()
@@ -267,7 +271,7 @@ class Loader:
                     return
 
         loader: DataLoader[Any] = DataLoader(
-            ChunkMaker(self.source, self.prepare, self.reading),
+            ChunkMaker(self.source, self.prepare, self.reading, self.second),
             sampler=items(),
             batch_size=None,
             collate_fn=_unchanged,

@@ -46,14 +46,13 @@ def tiny_backbones(config: TowerConfig, texts: Iterable[str], folder: Path | Non
     from tokenizers import Tokenizer
 
     known = None if folder is None else folder / WordTokenizer.FILE
-    if known is not None and known.exists():
-        tokenizer = _read_tokenizer(Tokenizer, known)
-    else:
-        tokenizer = train_tokenizer(texts, config.vocabulary)
+    if known is not None and not known.exists():
+        known = None
+    tokenizer = train_tokenizer(texts, config.vocabulary) if known is None else _read_tokenizer(Tokenizer, known)
     edge = config.pixels or 32
     shape = Shape(config.width, config.depth, checkpointing=config.checkpointing)
     image = ImageEncoder(shape, edge=edge, patch=config.patch, patch_dropout=config.patch_dropout)
-    vocabulary = config.vocabulary if definition_only() else tokenizer.get_vocab_size()
+    vocabulary = config.vocabulary if definition_only() and known is None else tokenizer.get_vocab_size()
     text = TextEncoder(shape, vocabulary=vocabulary, length=config.words, end=tokenizer.token_to_id("[END]"))
     return (
         image_backbone(image, config.width, edge, TINY_PIXELS),

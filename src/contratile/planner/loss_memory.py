@@ -26,7 +26,14 @@ def dense_loss_bytes(pairs: int, *, views: int = 1, negatives: int = 0) -> int:
 
 
 def tiled_loss_bytes(
-    pairs: int, width: int, *, processes: int = 1, views: int = 1, negatives: int = 0, cache_bytes: int = 0
+    pairs: int,
+    width: int,
+    *,
+    processes: int = 1,
+    views: int = 1,
+    negatives: int = 0,
+    cache_bytes: int = 0,
+    second: int = 0,
 ) -> int:
     """Memory of contratile's loss on one process: tile workspace, statistics, key gradient and score cache.
 
@@ -37,11 +44,16 @@ def tiled_loss_bytes(
         views: 2 if both sides of a pair are compared with everything (NT-Xent, SupCon), else 1.
         negatives: Hard negatives of each pair that all pairs are compared with.
         cache_bytes: What may be spent on keeping score tiles from forward to backward.
+        second: Size of a feature of a guide or a teacher; 0: there is none.
     """
     rows = views * -(-pairs // processes)
-    workspace = plan_tiles(rows, rows, width, symmetric=views == 2).workspace_bytes
+    tiles = plan_tiles(rows, rows, width, symmetric=views == 2)
+    workspace = tiles.workspace_bytes
     statistics = 3 * rows * _FP32  # log-sum-exps of rows and columns, positive scores
     block = rows * width * _FP32
     visiting = 2 * block if processes > 1 else 0
     cached = min(cache_bytes, (1 + negatives) * rows * rows * _FP32)
+    if second:  # its products of a tile, and what they say; two visiting blocks of its features
+        workspace += 2 * tiles.rows * tiles.cols * _FP32
+        visiting += 2 * rows * second * _FP32 if processes > 1 else 0
     return workspace + statistics + (1 + negatives) * (block + visiting) + cached

@@ -86,6 +86,7 @@ def device_memory(work: Workload, devices: Devices, loss: LossMethod = "ours") -
         loss: Whose loss: ours, or what other packages hold.
     """
     terms = [*_model_terms(work), *_chunk_terms(work, devices), *_batch_terms(work, devices)]
+    terms += _second_terms(work, devices)
     terms += _loss_terms(work, devices) if loss == "ours" else _peer_terms(work, loss)
     return Memory(terms=tuple(term for term in terms if term.bytes), available=devices.usable)
 
@@ -128,6 +129,7 @@ def _chunk_terms(work: Workload, devices: Devices) -> Sequence[Term]:
     chunks = {id(cost): cost.at(min(work.chunk, rows)) for cost, rows in work.rows}
     largest = max(chunks.values(), key=lambda one: one.peak)
     first = max(one.encode_peak for one in chunks.values())
+    frozen = [cost.at(min(work.chunk, rows)).encode_peak for cost, rows in work.second_rows]
     counted = f"forward and backward of {work.chunk:,} rows, operator by operator on fake tensors"
     if devices.on_cpu and not devices.keeps_freed:
         lost, why = 0.0, ""
@@ -141,6 +143,9 @@ def _chunk_terms(work: Workload, devices: Devices) -> Sequence[Term]:
     if work.measured is not None:
         held, lost = work.measured(held + lost), 0.0
         first, counted = first * held / largest.peak, "line through two small chunks that were run here"
+    why_first = "its forward pass with gradients, to see what is trained"
+    if work.second is not None and max(frozen) > first:
+        first, why_first = max(frozen), f"forward pass of the {work.second.role}"
     kept = held + lost if devices.keeps_freed else 0.0
     return [
         Term(
@@ -154,7 +159,7 @@ def _chunk_terms(work: Workload, devices: Devices) -> Sequence[Term]:
             name="first chunk",
             bytes=first,
             phases=("encode",),
-            how="its forward pass with gradients, to see what is trained",
+            how=why_first,
         ),
         Term(name="freed, not reused", bytes=lost, phases=("backward",), how=why),
     ]
@@ -200,6 +205,35 @@ def _batch_terms(work: Workload, devices: Devices) -> Sequence[Term]:
         found.append(Term(name="inputs in use", bytes=size, phases=("encode", "backward"), how=how))
     if devices.on_cpu and work.host_bytes:
         found.append(Term(name="kept outputs", bytes=work.host_bytes, how="outputs of locked backbones"))
+    return found
+
+
+def _second_terms(work: Workload, devices: Devices) -> Sequence[Term]:
+    """A frozen model: each rank holds all of it, and its features until the loss is done."""
+    if work.second is None:
+        return []
+    role, sides = work.second.role, work.second.sides
+    weights = sides[0].weight_bytes + (0 if sides[1] is sides[0] else sides[1].weight_bytes)
+    size = width = 0.0
+    for cost, rows in work.second_rows:
+        one = cost.large.feature_bytes / cost.large.rows
+        size += one * (rows if devices.on_cpu else buffer_rows(rows, work.chunk))
+        width += cost.width * rows
+    found = [
+        Term(name=f"{role} weights", bytes=weights, how="frozen, whole on every device"),
+        Term(name=f"{role} features", bytes=size, phases=("encode", "loss"), how=f"{width:,.0f} numbers"),
+    ]
+    if work.ranks > 1:
+        keys = 1 + (work.loss.negatives if work.loss.shared_negatives else 0)
+        visiting = 2 * keys * work.share * sides[1].large.feature_bytes / sides[1].large.rows
+        how = "two visiting blocks, beside those of the keys"
+        found.append(Term(name=f"{role} ring buffers", bytes=visiting, phases=("loss",), how=how))
+    if devices.on_cpu:
+        rows = work.loss.views * work.share
+        tiles = plan_tiles(rows, rows, sides[0].width)
+        size = 2.0 * tiles.rows * tiles.cols * FP32
+        how = f"its products of a tile of {tiles.rows} x {tiles.cols}, and what they say"
+        found.append(Term(name=f"{role} tiles", bytes=size, phases=("loss",), how=how))
     return found
 
 

@@ -28,7 +28,15 @@ from contratile.planner.memory import Memory, device_memory, disk_memory, host_m
 from contratile.planner.search import Change, LargestBatch, best_chunk, fits, largest_batches, smallest_change
 from contratile.planner.step_seconds import StepSeconds, step_seconds
 from contratile.planner.tower_inputs import Side, sides_of, tower_definitions
-from contratile.planner.workload import LossFacts, MakeOptimizer, Offload, Workload, by_name, count_optimizer
+from contratile.planner.workload import (
+    LossFacts,
+    MakeOptimizer,
+    Offload,
+    SecondCost,
+    Workload,
+    by_name,
+    count_optimizer,
+)
 
 COUNTED = (16, 64)
 """Rows of the chunks that are counted if the chunk is left open."""
@@ -128,6 +136,7 @@ def plan(
     calibrate: bool = False,
     host_bytes: float = 0.0,
     kept: tuple[bool, bool] = (False, False),
+    second: tuple[str, tuple[Side, Side]] | None = None,
     name: str = "",
     notify: Notify = lambda text: None,
 ) -> Plan:
@@ -155,6 +164,8 @@ def plan(
         calibrate: Run two small chunks on this machine, and correct activations and seconds by what they take.
         host_bytes: Host memory that each process keeps throughout.
         kept: Towers whose locked backbones are computed once, by side.
+        second: A frozen model that encodes each batch too: what the plan calls it ("guide", "teacher"), and its
+            encoders with inputs, from `planner.tower_inputs.sides_of`.
         name: What the plan calls the model.
         notify: Called with a line about progress.
 
@@ -181,6 +192,7 @@ def plan(
     share = -(-batch // where.count)
     counted = COUNTED if chunk == "auto" else (max(1, min(chunk, share) // 2), min(chunk, share))
     costs = _costs(sides, counted, precision, where, notify)
+    also = None if second is None else _second(*second, counted, precision, where, notify)
     notify("counting the optimiser")
     make = by_name(optimizer) if isinstance(optimizer, str) else optimizer
     called = optimizer_name or (optimizer if isinstance(optimizer, str) else "optimiser")
@@ -194,6 +206,7 @@ def plan(
         fsdp=fsdp and where.count > 1,
         offload=offload,
         sides=(costs[0], costs[1]),
+        second=also,
         loss=loss or LossFacts(),
         optimizer=count_optimizer([side.module for side in sides], make, called, where.clock("fp32")),
         host_bytes=host_bytes,
@@ -317,6 +330,20 @@ def _costs(
     first = count(left, "left")
     shared = right.module is left.module and _same(left.inputs, right.inputs)
     return [first, first if shared else count(right, "right")]
+
+
+def _second(
+    role: str,
+    sides: tuple[Side, Side],
+    rows: tuple[int, int],
+    precision: Precision,
+    devices: Devices,
+    notify: Notify,
+) -> SecondCost:
+    left, right = _costs(sides, rows, precision, devices, lambda text: notify(f"{role}: {text}"))
+    if sides[0].module is sides[1].module and left is not right:
+        right = replace(right, weight_bytes=0)
+    return SecondCost(role=role, sides=(left, right))
 
 
 def _same(left: Nest, right: Nest) -> bool:

@@ -81,6 +81,10 @@ def step_seconds(work: Workload, devices: Devices) -> StepSeconds:
             second += times * ahead
             backward += times * back
             products += times * (chunk.forward_flops + chunk.backward_flops)
+    frozen = 0.0
+    for cost, rows in work.second_rows:
+        chunk = cost.at(min(work.chunk, rows))
+        frozen += rows / chunk.rows * pass_seconds(chunk, devices, work.precision)[0]
     if devices.cpu is not None and work.ranks == 1:  # gradients are new tensors in every step
         clock = devices.clock(work.precision)
         assert clock is not None
@@ -92,6 +96,11 @@ def step_seconds(work: Workload, devices: Devices) -> StepSeconds:
     moved = work.optimizer.moved / (work.ranks if work.fsdp else 1)
     terms = [
         TimeTerm(name="encode", seconds=first, how="forward pass of all chunks"),
+        TimeTerm(
+            name=work.second.role if work.second is not None else "",
+            seconds=frozen,
+            how="forward pass of all chunks, without gradients",
+        ),
         TimeTerm(name="encode again", seconds=second, how="the extra forward pass of the gradient cache"),
         TimeTerm(name="backward", seconds=backward, how="backward pass of all chunks"),
         TimeTerm(name="loss", seconds=loss, how=how),
@@ -133,9 +142,17 @@ def loss_seconds(work: Workload, devices: Devices) -> tuple[float, str]:
     if devices.gpu is not None:
         dtype = torch.float32 if work.feature_itemsize == FP32 else torch.bfloat16
         one = _predict(devices.gpu.name, rows, work.width, dtype)
-        return blocks * one.seconds, f"{blocks:g} blocks of {rows:,} x {rows:,}, kernel model ({one.kind})"
+        how = f"{blocks:g} blocks of {rows:,} x {rows:,}, kernel model ({one.kind})"
+        if work.second is not None:
+            how += f"; with a {work.second.role} the torch backend runs instead, which takes longer"
+        return blocks * one.seconds, how
     flops = blocks * 4 * 2.0 * rows * rows * work.width
-    how = f"4 products of {rows:,} x {int(rows * blocks):,} x {work.width} at {LOSS_SHARE:.0%} of the rate"
+    told = f"4 products of {rows:,} x {int(rows * blocks):,} x {work.width}"
+    if work.second is not None:  # the forward and the backward pass multiply its features once each
+        width = work.second.sides[0].width
+        flops += blocks * 2 * 2.0 * rows * rows * width
+        told += f" and 2 of the {work.second.role}, x {width},"
+    how = f"{told} at {LOSS_SHARE:.0%} of the rate"
     return flops / (LOSS_SHARE * devices.flops["fp32"]), how
 
 

@@ -89,6 +89,17 @@ class LossFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SecondCost:
+    """A frozen model that encodes each batch too, without gradients."""
+
+    role: str
+    """What the plan calls it: guide or teacher."""
+
+    sides: tuple[EncoderCost, EncoderCost]
+    """Its encoders; the same object if they share one."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Line:
     """Measured bytes as a line of the counted ones."""
 
@@ -115,6 +126,7 @@ class Workload:
     negative_side: int = 1
     """The side whose encoder also encodes hard negatives."""
 
+    second: SecondCost | None = None
     loss: LossFacts = LossFacts()
     optimizer: OptimizerCost
     measured: Line | None = None
@@ -141,8 +153,16 @@ class Workload:
     @property
     def rows(self) -> tuple[tuple[EncoderCost, int], ...]:
         """Encoders with the rows that a rank gives each of them in a step."""
-        left, right = self.sides
-        hard = [(self.sides[self.negative_side], self.share * self.loss.negatives)] if self.loss.negatives else []
+        return self._rows_of(self.sides)
+
+    @property
+    def second_rows(self) -> tuple[tuple[EncoderCost, int], ...]:
+        """The same of the frozen model; none without one."""
+        return () if self.second is None else self._rows_of(self.second.sides)
+
+    def _rows_of(self, sides: tuple[EncoderCost, EncoderCost]) -> tuple[tuple[EncoderCost, int], ...]:
+        left, right = sides
+        hard = [(sides[self.negative_side], self.share * self.loss.negatives)] if self.loss.negatives else []
         return ((left, self.share), (right, self.share), *hard)
 
     @property

@@ -207,6 +207,8 @@ def line(values: Mapping[str, Any]) -> str:
     """Format the values of a step."""
     forms = {
         "loss": "loss {:.4f}",
+        "distill": "distill {:.4f}",
+        "guide_drops": "guide drops {:.1%}",
         "top1": "top-1 {:.1%}",
         "scale": "scale {:.1f}",
         "lr": "lr {:.2e}",

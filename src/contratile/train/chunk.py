@@ -59,6 +59,7 @@ def choose_chunk(
     source: Indexed | Stream,
     accelerator: Any,
     *,
+    second: Towers | None = None,
     resumed: Path | None,
     notify: Callable[[str], object],
 ) -> tuple[int, str]:
@@ -79,7 +80,7 @@ def choose_chunk(
     if known is not None:
         return known, ""
     notify("finding the largest chunk that fits into memory")
-    found = find_chunk(config, towers, source, accelerator)
+    found = find_chunk(config, towers, source, accelerator, second=second)
     return found.chunk, f"chunk {found.chunk:,} (auto)" + (f": {size(found.taken)}" if found.taken else "")
 
 
@@ -90,7 +91,14 @@ def saved_chunk(resumed: Path | None) -> int | None:
     return saved if isinstance(saved, int) else None
 
 
-def find_chunk(config: TrainConfig, towers: Towers, source: Indexed | Stream, accelerator: Any) -> FoundChunk:
+def find_chunk(
+    config: TrainConfig,
+    towers: Towers,
+    source: Indexed | Stream,
+    accelerator: Any,
+    *,
+    second: Towers | None = None,
+) -> FoundChunk:
     """Find the largest chunk that both towers can train on. Collective.
 
     Args:
@@ -98,6 +106,7 @@ def find_chunk(config: TrainConfig, towers: Towers, source: Indexed | Stream, ac
         towers: The encoders, on their device and in training mode.
         source: The training data.
         accelerator: accelerate's `Accelerator`.
+        second: The guide or the teacher, whose forward pass must fit too.
 
     Returns:
         The chunk, the same on all processes, and the memory that it takes.
@@ -107,15 +116,19 @@ def find_chunk(config: TrainConfig, towers: Towers, source: Indexed | Stream, ac
     """
     before = random_state()
     blocks, limit, found, fault = None, 0.0, FoundChunk(0, 0.0), ""
+    trials: list[Trial] = []
     try:
         blocks = sample_inputs(config, towers, source)
-        limit = _limit(config, towers, blocks, accelerator)
+        limit = _limit(config, towers, blocks, accelerator, second)
+        trials = _trials(towers, blocks)
+        if second is not None:
+            trials += _trials(second, sample_inputs(config, second, source))
     except ValueError as error:
         fault = str(error)
     accelerator.wait_for_everyone()  # all have measured what is free before any of them takes some of it
     try:
         if blocks is not None and not fault:
-            found = _largest(config, towers, blocks, limit, accelerator)
+            found = _largest(config, trials, limit, accelerator)
     except ValueError as error:
         fault = str(error)
     set_random_state(before)
@@ -126,11 +139,12 @@ def find_chunk(config: TrainConfig, towers: Towers, source: Indexed | Stream, ac
     return found._replace(chunk=min(chunk for chunk, _ in everywhere))
 
 
-def _largest(
-    config: TrainConfig, towers: Towers, blocks: tuple[Nest, Nest], limit: float, accelerator: Any
-) -> FoundChunk:
+def _trials(towers: Towers, blocks: tuple[Nest, Nest]) -> list[Trial]:
     pairs = zip((towers.left, towers.right), blocks, strict=True)
-    trials = [Trial(EncoderSide(0, tower, None, tower, [], None), block) for tower, block in pairs]
+    return [Trial(EncoderSide(0, tower, None, tower, [], None), block) for tower, block in pairs]
+
+
+def _largest(config: TrainConfig, trials: list[Trial], limit: float, accelerator: Any) -> FoundChunk:
     taken: dict[int, float] = {}
 
     def cost(size: int) -> float:
@@ -163,10 +177,12 @@ def sample_inputs(config: TrainConfig, towers: Towers, source: Indexed | Stream)
     bad_value(source.name, expected="samples to train on", got="none", remedy=remedy)
 
 
-def _limit(config: TrainConfig, towers: Towers, blocks: tuple[Nest, Nest], accelerator: Any) -> float:
+def _limit(
+    config: TrainConfig, towers: Towers, blocks: tuple[Nest, Nest], accelerator: Any, second: Towers | None = None
+) -> float:
     """Bytes that a chunk may take: half of what is free on a CPU and 80 % on an accelerator, less what else is held."""
     device: torch.device = accelerator.device
-    held = _held_bytes(config, towers, blocks, accelerator.num_processes)
+    held = _held_bytes(config, towers, blocks, accelerator.num_processes, second)
     if device.type == "cpu":
         if peak_growth(lambda: None) is None:
             bad_value(OPTION, expected="a number: auto on a CPU needs Linux", got="auto", remedy="Pass --chunk 256.")
@@ -179,15 +195,24 @@ def _limit(config: TrainConfig, towers: Towers, blocks: tuple[Nest, Nest], accel
     return 0.8 * (free - held)
 
 
-def _held_bytes(config: TrainConfig, towers: Towers, blocks: tuple[Nest, Nest], processes: int) -> int:
+def _held_bytes(
+    config: TrainConfig, towers: Towers, blocks: tuple[Nest, Nest], processes: int, second: Towers | None
+) -> int:
     """What a step holds beside a chunk: gradients, the optimiser's state, the batch's inputs and features, the loss."""
     run, loss = config.run, config.loss
     trained = sum(p.numel() * p.element_size() for p in towers.parameters() if p.requires_grad)
     tiled = tiled_loss_bytes(
-        run.batch, towers.left.width, processes=processes, views=loss.rows_per_pair, cache_bytes=loss.cache_mib << 20
+        run.batch,
+        towers.left.width,
+        processes=processes,
+        views=loss.rows_per_pair,
+        cache_bytes=loss.cache_mib << 20,
+        second=0 if second is None else second.left.width,
     )
     held = 3 * trained + (dense_loss_bytes(run.batch, views=loss.rows_per_pair) if loss.backend == "dense" else tiled)
     pair = 4.0 * 4 * towers.left.width  # features of both sides and their gradients, in fp32
+    if second is not None:
+        pair += 4.0 * (second.left.width + second.right.width)  # its features; its weights are there already
     if run.offload == "none" or (run.offload == "host" and towers.log_scale.is_cpu):
         pair += sum(x.nbytes / len(x) for block in blocks for x in tensors_of(block) if x.dim())
     return held + int(pair * run.batch / processes)

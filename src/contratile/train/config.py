@@ -15,11 +15,13 @@ from typing import Literal
 
 from contratile.data.augment import AugmentConfig
 from contratile.data.catalog import DataConfig
+from contratile.engine.spec import GuideMargin
 from contratile.errors import bad_value, check_choice, check_count, check_size
 from contratile.losses.directions import ONE_TYPE, Direction, Directions, HardnessMode, PartitionMode
 from contratile.models.towers import TowerConfig
 from contratile.ring.nodes import RingKind
 from contratile.train.optim import OptimConfig
+from contratile.train.second_options import Second, check_second
 
 LossName = Literal["clip", "infonce", "siglip", "ntxent", "supcon"]
 
@@ -81,10 +83,41 @@ class LossConfig:
     hardness_strength: float = 0.0
     """How much: this times their similarity is added to their score, as a constant."""
 
+    guide: str = ""
+    """Frozen model that drops false negatives, as GISTEmbed does: pairs that it finds more similar than a sample's own
+    pair do not count (clip, infonce). The folder of a run, or pretrained hf:<model> | open_clip:<model>:<pretrained> |
+    st:<model>."""
+
+    guide_margin: float = 0.0
+    """Pairs above the guide's similarity of the own pair minus this margin do not count."""
+
+    guide_margin_strategy: GuideMargin = "absolute"
+    """The margin as it is, or times the guide's similarity of the own pair."""
+
+    teacher: str = ""
+    """Frozen model to learn from, named as a guide is: adds the cross-entropy with its softmax over the batch, as
+    open_clip's DistillClipLoss (clip, infonce)."""
+
+    teacher_weight: float = 1.0
+    """Factor of that term."""
+
+    teacher_temperature: float = 1.0
+    """Divides the teacher's scores: above 1 its targets are softer."""
+
+    teacher_scale: float = 0.0
+    """Scale of the teacher's cosines; 0: the one that its run learned. Pretrained models need it: 100 for those of
+    OpenAI and open_clip."""
+
     @property
     def more(self) -> Directions:
         """The options of the same names."""
         return Directions(self.directions, self.partition_mode, self.hardness_mode, self.hardness_strength)
+
+    @property
+    def second(self) -> Second | None:
+        """The model that encodes each batch too, if there is one."""
+        role: Literal["guide", "teacher"] = "guide" if self.guide else "teacher"
+        return Second(role, getattr(self, role)) if getattr(self, role) else None
 
     @property
     def rows_per_pair(self) -> int:
@@ -114,6 +147,7 @@ class LossConfig:
             remedy = "Both are measured from one positive: drop them, or use --same-id exclude."
             expected = "no --margin and no --label-smoothing beside it"
             bad_value("same_id=positive", expected=expected, got="one of them", remedy=remedy)
+        check_second(self)
         self._check_matryoshka()
         if self.more != Directions():
             self._check_directions()
@@ -327,6 +361,11 @@ class TrainConfig:
         if negatives and loss.loss not in ("clip", "infonce"):
             remedy = "Drop it, or use --loss clip or infonce."
             bad_value("negatives", expected=f"none with --loss {loss.loss}", got=negatives, remedy=remedy)
+        if loss.teacher and (negatives or self.data.num_negatives):
+            remedy = "Its softmax runs over the pairs of the batch: drop it, or pass --num-negatives 0."
+            what = "negatives" if negatives else "num_negatives"
+            got = negatives or self.data.num_negatives
+            bad_value(what, expected="none with --teacher", got=got, remedy=remedy)
 
     def _check_views(self) -> None:
         """Two views of each image train no text encoder."""

@@ -48,6 +48,7 @@ def header(trainer: Trainer) -> list[str]:
         ("device", f"{_device(trainer)}, {run.precision}"),
         ("steps", f"{trainer.steps:,} of {trainer.loader.batch:,} pairs in chunks of {trainer.chunk:,}{epochs}"),
         ("loss", trainer.config.loss.loss),
+        *_second(trainer),
         ("learning rate", f"{rates} ({optim.optimizer}, {schedule})"),
         *([("trackers", ", ".join(run.track))] if run.track else []),
         ("writes to", str(run.out)),
@@ -124,6 +125,21 @@ def _towers(trainer: Trainer) -> str:
     else:
         sides = [f"{tower.kind} {_size(tower)}" for tower in (towers.left, towers.right)]
     return f"{trainer.config.towers.towers}: {'; '.join(sides)}"
+
+
+def _second(trainer: Trainer) -> list[tuple[str, str]]:
+    """The guide or the teacher, and what it does."""
+    second, loss = trainer.second, trainer.config.loss
+    if second is None:
+        return []
+    step = "" if second.step is None else f" at step {second.step}"
+    if second.role == "teacher":
+        told = f"weight {loss.teacher_weight:g}, temperature {loss.teacher_temperature:g}, scale {second.scale:.3g}"
+    else:
+        told = f"drops pairs above its own pair's similarity, {loss.guide_margin_strategy} margin {loss.guide_margin:g}"
+    towers = dict.fromkeys((second.towers.left, second.towers.right))
+    every = sum(p.numel() for tower in towers for p in tower.parameters())
+    return [(second.role, f"{second.name}{step}: {every:,} parameters, frozen; {told}")]
 
 
 def _size(tower: Tower) -> str:

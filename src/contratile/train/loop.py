@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from contratile.data.chunk_maker import negatives_side
-from contratile.data.loader import Batch
+from contratile.data.loader import Batch, Chunk
 from contratile.data.sample import Indexed, Stream
 from contratile.errors import bad_value
 from contratile.losses.normalized import warn_not_normalized
@@ -41,6 +41,7 @@ from contratile.train.preparation import PreparedRun
 from contratile.train.random_state import random_state
 from contratile.train.results import is_finished
 from contratile.train.schedule import learning_rate
+from contratile.train.second_model import warn_of_much
 from contratile.train.sharding import whole
 from contratile.train.stopping import signals
 
@@ -179,6 +180,7 @@ class Trainer(PreparedRun):
             views=loss.rows_per_pair,
             negatives=negatives,
             cache_bytes=loss.cache_mib << 20,
+            second=0 if self.second is None else self.second.towers.left.width,
         )
         return Tracker(
             run.out,
@@ -223,9 +225,10 @@ class Trainer(PreparedRun):
         if towers.bias is not None:
             learned["bias"] = towers.bias * 1
         with self.accelerator.autocast():
-            loss, stats, norms = self.cache(self._inputs(batch), **learned)
+            loss, stats, norms, terms, dropped = self.cache(self._inputs(batch), **learned)
         self.accelerator.backward(loss)
-        loss = self.accelerator.reduce(loss.detach(), "mean")
+        distill = [] if terms is None else [terms.distill]
+        loss, *distill = self.accelerator.reduce(torch.stack([loss.detach(), *distill]), "mean")
         if not torch.isfinite(loss):
             # Weights that an evaluation found sound are good: then it is this batch alone.
             if self.main and self.evaluated != self.step:
@@ -242,6 +245,12 @@ class Trainer(PreparedRun):
         self.optimizer.step()
         clamp_scale(towers.log_scale, self.config.loss.max_scale)
         facts = {"loss": float(loss), "lr": rate, "scale": scale_of(towers), "grad_norm": float(norm)}
+        if distill:
+            facts["distill"] = float(distill[0])
+        if dropped is not None:
+            facts["guide_drops"] = float(dropped)
+            if self.step == 0:
+                warn_of_much(facts["guide_drops"])
         if stats is not None:
             facts |= {"top1": float(stats.row_top1), "mean_rank": float(stats.row_rank)}
         padding = self.cache.padding
@@ -265,14 +274,24 @@ class Trainer(PreparedRun):
             inputs = [(self.towers.left, left), (self.towers.right, right)]
             if chunk.negatives is not None:
                 inputs.append((inputs[negatives_side(self.source)][0], chunk.negatives.inputs))
-            first, second, *hard = (arguments(tower, to_device(x, device)) for tower, x in inputs)
-            yield first, second, pair_facts(chunk, ids), *hard
+            inputs += self._second_inputs(chunk)
+            first, other, *more = (arguments(tower, to_device(x, device)) for tower, x in inputs)
+            yield first, other, pair_facts(chunk, ids), *more
         share = self.config.run.batch // self.accelerator.num_processes
         if count == 0 or (self.sharded and count < -(-share // self.chunk)):
             what = "chunk" if count else "share of a process"
             reasons = ", ".join(self.loader.broken)
             remedy = f"Repair the data ({reasons}), or raise --{'chunk' if count else 'batch'}."
             bad_value(f"step {self.step + 1}", expected=f"a readable sample in every {what}", got="none", remedy=remedy)
+
+    def _second_inputs(self, chunk: Chunk) -> list[tuple[Tower, Any]]:
+        """What the guide or the teacher encodes of a chunk."""
+        if self.second is None or chunk.second is None:
+            return []
+        left, right, negatives = chunk.second
+        sides = self.second.towers.left, self.second.towers.right
+        hard = [] if negatives is None else [(sides[negatives_side(self.source)], negatives)]
+        return [(sides[0], left), (sides[1], right), *hard]
 
     def evaluate(self) -> tuple[dict[str, float], SourceFeatures | None]:
         """Evaluate retrieval on the held-out data.
@@ -357,6 +376,7 @@ class Trainer(PreparedRun):
                 "loader": positions,
                 "config": to_dict(self.config),
                 "recipe": recipe_checksums(run.out),
+                **({} if self.second is None else {"second": self.second.facts}),
             }
             checkpoint.save(
                 run.out / "checkpoints" / checkpoint.step_name(self.step), {**state, "random": random}, facts

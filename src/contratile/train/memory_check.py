@@ -44,6 +44,7 @@ def check_memory(
     source: Indexed | Stream,
     accelerator: Any,
     *,
+    second: Towers | None = None,
     negatives: int = 0,
     notify: Callable[[str], object] = lambda text: None,
 ) -> str:
@@ -54,6 +55,7 @@ def check_memory(
         towers: Its encoders, on their device.
         source: The training data.
         accelerator: accelerate's `Accelerator`.
+        second: The guide or the teacher, on the same device.
         negatives: Hard negatives of each pair.
         notify: Called with a line about progress.
 
@@ -63,30 +65,38 @@ def check_memory(
     Raises:
         ValueError: The run cannot fit. The message names the smallest change that would.
     """
-    devices = devices_here(towers, accelerator)
-    if devices is None or rough_bound(config, towers, devices.count) < FAR * devices.usable:
+    devices = devices_here(towers, accelerator, second)
+    if devices is None or rough_bound(config, towers, devices.count, second) < FAR * devices.usable:
         return ""
     try:
         (left,), (right,) = sample_inputs(config, towers, source)
-        found = plan_config(config, devices, towers=towers, inputs=(left, right), negatives=negatives, notify=notify)
+        found = plan_config(
+            config,
+            devices,
+            towers=towers,
+            inputs=(left, right),
+            second=second,
+            negatives=negatives,
+            notify=notify,
+        )
     except ValueError:  # encoders that cannot run on fake tensors, or data that cannot be read: training says more
         return ""
     need, there = found.memory.peak, found.memory.available
     if need > MARGIN * there:
-        change = _change(config, found)
+        change = _change(config, found, second)
         remedy = f"Smallest change that fits: {change}." if change else "Not even a chunk of one pair fits."
         bad_value("memory", expected=f"at most {size(there)} per process", got=f"about {size(need)}", remedy=remedy)
     return f"memory: about {size(need)} of {size(there)} per process (predicted)" if need > NEAR * there else ""
 
 
-def _change(config: TrainConfig, found: Plan) -> str:
+def _change(config: TrainConfig, found: Plan, second: Towers | None) -> str:
     """The smallest change; checkpointing is tried only if smaller chunks do not help."""
     if found.change is not None and "--batch" not in found.change.options:
         return found.change.options
     if not config.towers.checkpointing:
         again = replace(config, towers=replace(config.towers, checkpointing=True))
         towers = tower_definitions(again.towers, bias=config.loss.loss == "siglip", views=config.augment.views == 2)
-        other = plan_config(again, found.devices, towers=towers)
+        other = plan_config(again, found.devices, towers=towers, second=second)
         if other.fits:
             return "--checkpointing"
         if other.change is not None and "--batch" not in other.change.options:
@@ -94,7 +104,7 @@ def _change(config: TrainConfig, found: Plan) -> str:
     return found.change.options if found.change is not None else ""
 
 
-def devices_here(towers: Towers, accelerator: Any) -> Devices | None:
+def devices_here(towers: Towers, accelerator: Any, second: Towers | None = None) -> Devices | None:
     """The memory of this process's device; None if it is not known. Rates are not needed, and not measured."""
     world, device = accelerator.num_processes, accelerator.device
     here = processes_here(world)
@@ -104,7 +114,8 @@ def devices_here(towers: Towers, accelerator: Any) -> Devices | None:
         free = available_bytes()
         if not free:
             return None  # not Linux
-        held = sum(x.nbytes for x in towers.parameters())  # counted by the plan, and taken already
+        both = [towers] if second is None else [towers, second]
+        held = sum(x.nbytes for each in both for x in each.parameters())  # counted by the plan, and taken already
         return Devices(memory=free / here + held, host_memory=free, on_cpu=True, **common)
     if device.type != "cuda":
         return None
@@ -115,19 +126,22 @@ def devices_here(towers: Towers, accelerator: Any) -> Devices | None:
 _RATES = ("fp32", "bf16", "fp16")
 
 
-def rough_bound(config: TrainConfig, towers: Towers, world: int) -> float:
+def rough_bound(config: TrainConfig, towers: Towers, world: int, second: Towers | None = None) -> float:
     """More than a run takes, without counting: weights, gradients, state, features, inputs, one chunk."""
     run = config.run
-    weights = sum(x.nbytes for x in towers.parameters())
+    weights = 6 * sum(x.nbytes for x in towers.parameters())
     share, chunk = -(-run.batch // world), run.chunk if isinstance(run.chunk, int) else 1
+    sides = [tower for each in (towers, second) if each is not None for tower in (each.left, each.right)]
     chunks = [
-        _parameters(tower) * chunk * _tokens(tower) * max(BYTES_PER_TOKEN, NARROW / tower.width)
-        for tower in (towers.left, towers.right)
+        _parameters(tower) * chunk * _tokens(tower) * max(BYTES_PER_TOKEN, NARROW / tower.width) for tower in sides
     ]
     inputs = sum(_row_bytes(tower) for tower in (towers.left, towers.right))
-    features = 16.0 * 4 * towers.left.width  # both sides, gradients, ring buffers
+    features = 16.0 * 4 * max(tower.width for tower in sides)  # both sides, gradients, ring buffers
+    if second is not None:
+        weights += sum(x.nbytes for x in second.parameters())
+        features *= 2
     dense = 16.0 * run.batch**2 if config.loss.backend == "dense" else 0.0
-    return 6 * weights + share * (inputs + features) + sum(chunks) + dense + (100 << 20) + (config.loss.cache_mib << 20)
+    return weights + share * (inputs + features) + sum(chunks) + dense + (100 << 20) + (config.loss.cache_mib << 20)
 
 
 def _parameters(tower: Tower) -> int:

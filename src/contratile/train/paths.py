@@ -18,6 +18,7 @@ from contratile.data.foreign import from_the_same
 from contratile.data.shards import is_shards
 from contratile.data.tables import SUFFIXES
 from contratile.train.class_names import CLASSES, TEMPLATES, absolute_list
+from contratile.train.second_options import is_pretrained
 
 if TYPE_CHECKING:
     from contratile.train.config import TrainConfig
@@ -27,7 +28,7 @@ _ADDRESS = re.compile(r"\w+:")
 
 def absolute_paths(config: TrainConfig) -> TrainConfig:
     """Make all paths in a configuration absolute."""
-    run, data, towers, evaluation = config.run, config.data, config.towers, config.eval
+    run, data, towers, loss, evaluation = config.run, config.data, config.towers, config.loss, config.eval
     return replace(
         config,
         run=replace(run, out=run.out.absolute()),
@@ -39,6 +40,7 @@ def absolute_paths(config: TrainConfig) -> TrainConfig:
             cache=data.cache and data.cache.absolute(),
         ),
         towers=replace(towers, towers=absolute_towers(towers.towers)),
+        loss=replace(loss, guide=absolute_model(loss.guide), teacher=absolute_model(loss.teacher)),
         eval=replace(
             evaluation,
             zero_shot=from_the_same(evaluation.zero_shot, absolute_data(evaluation.zero_shot)),
@@ -80,6 +82,13 @@ def absolute_towers(name: str) -> str:
         return f"{maker}:{'+'.join(_absolute(part, special) if Path(part).is_dir() else part for part in parts)}"
     model, _, weights = rest.partition(":")
     return f"{maker}:{model}:{_absolute(weights)}" if maker == "open_clip" and Path(weights).is_file() else name
+
+
+def absolute_model(name: str) -> str:
+    """Make the paths in the name of a guide or a teacher absolute: a run's folder, or those of towers."""
+    if not name:
+        return name
+    return absolute_towers(name) if is_pretrained(name) else str(Path(name).absolute())
 
 
 def missing_data(name: str) -> str:

@@ -21,12 +21,13 @@ from contratile.models.definition import definitions
 from contratile.models.towers import Towers, build_towers
 from contratile.planner.devices import Devices, parse_devices
 from contratile.planner.run_plan import Plan, plan
-from contratile.planner.tower_inputs import tower_definitions
+from contratile.planner.tower_inputs import sides_of, tower_definitions
 from contratile.planner.workload import LossFacts
 from contratile.train.chunk import processes_here, sample_inputs
 from contratile.train.config import TrainConfig
 from contratile.train.launch import processes_started
 from contratile.train.optim import make_optimizer
+from contratile.train.second_model import second_definition
 from contratile.train.setup import fit_batch, negatives_of, tokenizer_texts
 
 Notify = Callable[[str], object]
@@ -38,6 +39,8 @@ def plan_config(
     *,
     towers: Towers | None = None,
     inputs: tuple[Nest, Nest] | None = None,
+    second: Towers | None = None,
+    second_inputs: tuple[Nest, Nest] | None = None,
     samples: int = 0,
     negatives: int | None = None,
     tokens: int = 0,
@@ -51,6 +54,8 @@ def plan_config(
         devices: Where it would run.
         towers: Its encoders, if they exist; otherwise they are built without weights.
         inputs: Inputs of both encoders, if there are any; otherwise examples are made.
+        second: Its guide or teacher, if that exists; otherwise it is built without weights, if there is one.
+        second_inputs: Inputs of it; otherwise examples are made.
         samples: Pairs of the data, if known.
         negatives: Hard negatives of each pair; by default those of the options.
         tokens: Tokens of a text, if there are no inputs; 0: as many as the model takes.
@@ -65,6 +70,10 @@ def plan_config(
     if towers is None:
         notify(f"building {locked.towers} without weights")
         towers = tower_definitions(locked, bias=config.loss.loss == "siglip", views=config.augment.views == 2)
+    role = config.loss.second.role if config.loss.second else ""
+    if role and second is None:
+        notify(f"building the {role} without weights")
+        second = second_definition(config)
     kept = tuple(tower.locked and locked.keep_outputs for tower in (towers.left, towers.right))
     samples = config.data.samples_per_epoch or samples
     return plan(
@@ -85,6 +94,7 @@ def plan_config(
         calibrate=calibrate,
         host_bytes=4.0 * samples * sum(tower.width for tower, keep in zip(_both(towers), kept, strict=True) if keep),
         kept=(bool(kept[0]), bool(kept[1])),
+        second=None if second is None else (role, sides_of(second, tokens=tokens, inputs=second_inputs)),
         name=locked.towers,
         optimizer_name=config.optim.optimizer,
         notify=notify,
@@ -137,13 +147,20 @@ def plan_run(config: TrainConfig, notify: Notify = lambda text: None) -> Plan:
             bias=config.loss.loss == "siglip",
             views=config.augment.views == 2,
         ).train()
+    second = second_definition(config)
+    second_inputs = None
     with torch.device("cpu"):
         (left,), (right,) = sample_inputs(config, towers, source)
+        if second is not None:
+            (second_left,), (second_right,) = sample_inputs(config, second, source)
+            second_inputs = second_left, second_right
     return plan_config(
         config,
         this_machine(config, world),
         towers=towers,
         inputs=(left, right),
+        second=second,
+        second_inputs=second_inputs,
         samples=pairs_of(source),
         negatives=negatives_of(config, source),
         notify=notify,

@@ -31,12 +31,13 @@ from contratile.train.config_file import CONFIG, load_config, save_config
 from contratile.train.encoders import locked_outputs, shared_towers, step_encoders
 from contratile.train.launch import join
 from contratile.train.memory_check import check_memory
-from contratile.train.objective import batch_loss
+from contratile.train.objective import step_loss
 from contratile.train.optim import load_optimizer, make_optimizer, resolved
 from contratile.train.paths import absolute_paths
 from contratile.train.random_state import set_random_state
 from contratile.train.resume import check_options, claim_and_find_checkpoint, run_of
 from contratile.train.schedule import in_steps
+from contratile.train.second_model import SecondModel, check_there, load_second
 from contratile.train.setup import (
     check_augmentation,
     check_kept_outputs,
@@ -106,6 +107,9 @@ class PreparedRun:
     """The checkpoint that the run resumes from."""
 
     towers: Towers
+    second: SecondModel | None
+    """The guide or the teacher, if there is one."""
+
     kept: dict[str, Tensor]
     """Outputs of locked backbones for all training samples, by side."""
 
@@ -138,12 +142,14 @@ class PreparedRun:
     ) -> None:
         check_trackers(config.run.track)
         self.config = absolute_paths(config)
+        check_there(self.config)
         self.notices = []
         self.step, self.best, self.best_step, self.evaluated = 0, -math.inf, 0, -1
         self._join_processes()
         self._open_data()
         self._claim_folder()
         self._build_towers()
+        self._load_second(notify)
         self._choose_chunk(notify)
         self._make_loader()
         self._check_memory(notify)
@@ -197,9 +203,29 @@ class PreparedRun:
             check_kinds(self.zero_shot.source, self.towers.kinds)
         self.towers.to(self.accelerator.device).train()
 
+    def _load_second(self, notify: Callable[[str], object]) -> None:
+        named = self.config.loss.second
+        self.second = None
+        if named is None:
+            return
+        notify(f"loading the {named.role}")
+        for main_first in (True, False):  # a model of the hub is downloaded once
+            if self.main == main_first:
+                self.second = load_second(self.config)
+            self.accelerator.wait_for_everyone()
+        assert self.second is not None
+        self.second.check_kinds(self.source)
+        self.second.towers.to(self.accelerator.device)
+
     def _choose_chunk(self, notify: Callable[[str], object]) -> None:
         self.chunk, notice = choose_chunk(
-            self.config, self.towers, self.source, self.accelerator, resumed=self.resumed, notify=notify
+            self.config,
+            self.towers,
+            self.source,
+            self.accelerator,
+            second=self.second and self.second.towers,
+            resumed=self.resumed,
+            notify=notify,
         )
         self.notices += [notice] if notice else []
         self.config = replace(self.config, run=replace(self.config.run, chunk=self.chunk))
@@ -219,6 +245,7 @@ class PreparedRun:
             augment=self.config.augment,
             negatives=self.negatives,
             samples_per_epoch=data.samples_per_epoch,
+            second=self.second and self.second.prepare,
         )
         self.steps = run.steps or steps_of(run.epochs, self.loader.steps_per_epoch)
         optim = in_steps(self.config.optim, self.loader.steps_per_epoch, self.steps)
@@ -227,7 +254,13 @@ class PreparedRun:
 
     def _check_memory(self, notify: Callable[[str], object]) -> None:
         notice = check_memory(
-            self.config, self.towers, self.source, self.accelerator, negatives=self.negatives, notify=notify
+            self.config,
+            self.towers,
+            self.source,
+            self.accelerator,
+            second=self.second and self.second.towers,
+            negatives=self.negatives,
+            notify=notify,
         )
         self.notices += [notice] if notice else []
 
@@ -252,11 +285,20 @@ class PreparedRun:
     def _make_cache(self) -> None:
         run, compiled = self.config.run, self.config.towers.compile
         encoders = step_encoders(self.towers, self.kept, self.accelerator, sharded=self.sharded, compiled=compiled)
-        side = negatives_side(self.source)
-        # Ids and masks are a third input that passes through, so that they reach the loss with the features.
+        side, hard = negatives_side(self.source), bool(self.negatives)
+        # Ids and masks are a third input that passes through, so that they reach the loss with the features. Nothing of
+        # a second model is trained, so that it encodes each chunk once, without gradients.
+        frozen = () if self.second is None else (self.second.towers.left, self.second.towers.right)
+        extra = [encoders[side]] if hard else []
         self.cache = GradCache(
-            (*encoders, nn.Identity(), *([encoders[side]] if self.negatives else [])),
-            partial(batch_loss, self.config.loss, swapped=bool(self.negatives) and side == 0),
+            (*encoders, nn.Identity(), *extra, *frozen, *([frozen[side]] if hard and frozen else [])),
+            partial(
+                step_loss,
+                self.config.loss,
+                hard=hard,
+                second_scale=1.0 if self.second is None else self.second.scale,
+                swapped=hard and side == 0,
+            ),
             chunk_size=self.chunk,
             lengths="off" if run.lengths == "off" else ByLength(window=SORTED_CHUNKS),
             offload=run.offload,
@@ -273,6 +315,8 @@ class PreparedRun:
     def _restore(self, folder: Path) -> None:
         state, facts = checkpoint.load(folder)
         check_recipe(facts, run_of(folder))
+        changed = "" if self.second is None else self.second.changed(facts)
+        self.notices += [changed] if changed else []
         check_options(facts["config"], self.config)
         load_model(self.towers, state["model"])
         load_optimizer(self.optimizer, sharded_like(state["optimizer"], self.optimizer))

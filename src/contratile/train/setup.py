@@ -88,6 +88,9 @@ def negatives_of(config: TrainConfig, source: Source) -> int:
                 expected = "data with hard negatives, and --loss clip or infonce"
                 bad_value(option, expected=expected, got=f"{given} for {source.name}", remedy="Drop it.")
         return 0
+    if loss.teacher and traits.negatives_count:
+        remedy = "The teacher's softmax runs over the pairs of the batch: pass --num-negatives 0."
+        bad_value("teacher", expected="data without hard negatives", got=source.name, remedy=remedy)
     if config.loss.loss == "infonce" and traits.negatives != source.kinds[1]:
         remedy = "Use --loss clip, which compares texts with images too, or --num-negatives 0."
         bad_value("negatives", expected=f"{source.kinds[1]}s with --loss infonce", got="images", remedy=remedy)
