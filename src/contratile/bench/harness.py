@@ -52,10 +52,10 @@ class GemmLimit:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.rows, self.cols = ([min(self.EDGE, x - at) for at in range(0, x, self.EDGE)] for x in (n, m or n))
-        self.sides = [
-            (count, *(torch.randn(size[0], features, device=device).to(dtype) for size in (self.rows, self.cols)))
-            for count, features in ((products, d), beside)
-        ]
+        self.sides: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        for count, features in ((products, d), beside):
+            a, b = (torch.randn(size[0], features, device=device).to(dtype) for size in (self.rows, self.cols))
+            self.sides.append((count, a, b))
         self.out = torch.empty(self.rows[0] * self.cols[0], device=device, dtype=dtype)
 
     def __call__(self) -> None:

@@ -38,7 +38,7 @@ class GradSum:
         return total if mine else None
 
 
-_SUMS: Any = WeakTensorKeyDictionary()  # type: ignore[no-untyped-call]  # torch has no types
+_SUMS: Any = WeakTensorKeyDictionary()
 
 
 def summed(x: Tensor) -> Tensor:

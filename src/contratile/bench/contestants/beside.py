@@ -75,7 +75,7 @@ def gist_dense(query: Tensor, key: Tensor, scale: Tensor, *guide: Tensor) -> Ten
     """The same from matrix products of all scores."""
     of_query, of_key = guide
     limit = (of_query * of_key).sum(1, keepdim=True)
-    scores = []
+    scores: list[Tensor] = []
     for a, b, by_a, by_b in (
         (query, key, of_query, of_key),
         (query, query, of_query, of_query),
@@ -95,10 +95,13 @@ def cached_gist() -> LossStep:
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
+    untyped: Any = PreTrainedTokenizerFast
+    one_word = untyped(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
+
     class Given(torch.nn.Module):
         """Embeddings are given: no model is run."""
 
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
+        tokenizer = one_word
         max_seq_length = 1
 
         def __getitem__(self, at: int) -> torch.nn.Module:
