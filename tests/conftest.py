@@ -16,9 +16,11 @@ import torch.distributed as dist
 
 from tests.ranks import close_pools
 
-# The tests use small tensors, for which more threads are slower, most of all on a busy machine.
-# `python -m tests.instruction_sets` sets more, to check that no result depends on their number.
-torch.set_num_threads(int(os.environ.get("CONTRATILE_TEST_THREADS", "1")))
+# The tests use small tensors, for which more threads are slower, most of all on a busy machine: also in processes that
+# tests start. `python -m tests.instruction_sets` sets more, to check that no result depends on their number.
+THREADS = os.environ.get("CONTRATILE_TEST_THREADS", "1")
+torch.set_num_threads(int(THREADS))
+os.environ.update(OMP_NUM_THREADS=THREADS, TOKENIZERS_PARALLELISM="false")
 
 # A shell starts what it runs in the background with interrupts ignored, and commands that tests interrupt inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
