@@ -43,8 +43,10 @@ def holder(*runs: Path) -> Iterator[tuple[int, str]]:
     process = CONTEXT.Process(target=hold, args=(runs, theirs), daemon=True)
     process.start()
     theirs.close()
-    yield process.pid, ours.recv()
-    process.kill()
+    said = ours.recv()
+    yield process.pid, said
+    if said == "held":
+        process.kill()
     process.join()
     ours.close()
 
