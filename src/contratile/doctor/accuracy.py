@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from contratile import reference
-from contratile.doctor.inputs import SCALE, compute_dtype, dtype_name, error_text, features
+from contratile.doctor.inputs import SCALE, compute_dtype, dtype_name, error_text, unit_features
 from contratile.losses import functional
 
 LossCall = Callable[..., Tensor]
@@ -116,7 +116,7 @@ def check_accuracy(
     key = str(device), backend, loss, dtype_name(dtype)
     how = {"group": None, "backend": backend} | ({"precision": precision} if precision else {})
     try:
-        errors = _errors(_value_and_grads(loss, functional, features(n, d, dtype, device), **how), exact)
+        errors = _errors(_value_and_grads(loss, functional, unit_features(n, d, dtype, device), **how), exact)
     except Exception as error:  # whatever a user would run into
         return Accuracy(*key, float("nan"), allowed[0], float("nan"), allowed[1], ok=False, note=error_text(error))
     ok = all(error <= limit for error, limit in zip(errors, allowed, strict=True))
@@ -128,7 +128,7 @@ def _yardstick(
     device: torch.device, loss: str, dtype: torch.dtype, n: int, d: int
 ) -> tuple[list[Tensor], tuple[float, float]]:
     """Value and gradients in fp64, and the errors that are allowed."""
-    inputs = features(n, d, dtype, device)
+    inputs = unit_features(n, d, dtype, device)
     wide = compute_dtype(dtype)
     exact = _value_and_grads(loss, reference, [x.cpu().double() for x in inputs])
     naive = _errors(_value_and_grads(loss, reference, [x.to(wide) for x in inputs]), exact)

@@ -24,7 +24,7 @@ from contratile.report.corpus import Hit, Side, Split
 from contratile.report.gallery import thumbnail
 
 if TYPE_CHECKING:
-    from contratile.embed.units import Row
+    from contratile.embed.units import EmbeddedRow
 
 SIDES: tuple[Side, ...] = ("left", "right")
 MOST = 4096
@@ -99,7 +99,7 @@ class EmbeddedCorpus:
             return self._picture(item)
 
     def _read_picture(self, item: int) -> bytes:
-        row: Row = self._row(item)
+        row: EmbeddedRow = self._row(item)
         if self._pictures is None or row.index is None or not 0 <= row.index < len(self._pictures):
             return b""
         try:

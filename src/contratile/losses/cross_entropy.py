@@ -112,7 +112,7 @@ def cross_entropies(
     return Losses(losses, stats, batch_stats(rows, cols, stats, rings.keys.team, negatives), distill)
 
 
-def answer(call: Call, losses: Losses, rings: Rings, share: float = 1.0) -> Tensor | tuple[Any, ...]:
+def assemble(call: Call, losses: Losses, rings: Rings, share: float = 1.0) -> Tensor | tuple[Any, ...]:
     """The loss, followed by its terms and the statistics where they are asked for."""
     per_pair, options = losses.per_pair, call.options
     assert options is not None

@@ -1,7 +1,7 @@
 """What this machine's processor reaches, measured, and the seconds that operators take by it.
 
     rates = cpu_rates()                          # a second or two, once per process
-    with fake_tensors(), LiveBytes(clock=CpuClock(rates, rates.flops["fp32"], mapped_from=32 << 20)) as live:
+    with fake_tensors(), LiveBytes(clock=OperatorClock(rates, rates.flops["fp32"], mapped_from=32 << 20)) as live:
         model(inputs)
     live.seconds
 
@@ -62,7 +62,7 @@ class CpuRates:
     """Seconds of an operator besides its work, autograd included."""
 
 
-class CpuClock:
+class OperatorClock:
     """Seconds of operators by their shapes.
 
     Args:

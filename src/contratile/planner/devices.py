@@ -17,7 +17,7 @@ import torch
 
 from contratile.errors import bad_value
 from contratile.host_memory import available_bytes, returns_freed
-from contratile.planner.cpu_rates import CpuClock, CpuRates, cpu_rates, mapped_from
+from contratile.planner.cpu_rates import CpuRates, OperatorClock, cpu_rates, mapped_from
 from contratile.planner.gpus import Gpu, find
 from contratile.planner.tile_time import DEFAULT
 
@@ -87,12 +87,12 @@ class Devices:
         """Bytes of a device for the run."""
         return self.memory - self.reserve
 
-    def clock(self, precision: str) -> CpuClock | None:
+    def clock(self, precision: str) -> OperatorClock | None:
         """Estimates the seconds of a CPU's operators; None on other devices."""
         if self.cpu is None:
             return None
         flops = self.flops[precision] * self.per_node
-        return CpuClock(self.cpu, flops, mapped_from=mapped_from(self.keeps_freed), sharing=self.per_node)
+        return OperatorClock(self.cpu, flops, mapped_from=mapped_from(self.keeps_freed), sharing=self.per_node)
 
 
 def parse_devices(

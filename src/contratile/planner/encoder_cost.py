@@ -25,7 +25,7 @@ from contratile.grad_cache.chunks import Nest, call, count_rows, map_tensors, te
 from contratile.models.base import Pixels
 from contratile.models.pretrained import first_line
 from contratile.models.towers import LockedTowerHead, Tower
-from contratile.planner.cpu_rates import CpuClock
+from contratile.planner.cpu_rates import OperatorClock
 from contratile.planner.live_bytes import LiveBytes
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -120,7 +120,7 @@ def encoder_cost(
     rows: tuple[int, int],
     precision: Precision = "fp32",
     on_cpu: bool = True,
-    clock: CpuClock | None = None,
+    clock: OperatorClock | None = None,
     notify: Callable[[str], object] = lambda text: None,
 ) -> EncoderCost:
     """Count what chunks cost in an encoder.
@@ -166,7 +166,7 @@ def _listed(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _passes(
-    module: nn.Module, inputs: Nest, rows: int, precision: Precision, on_cpu: bool, clock: CpuClock | None
+    module: nn.Module, inputs: Nest, rows: int, precision: Precision, on_cpu: bool, clock: OperatorClock | None
 ) -> tuple[PassCost, int]:
     with fake_tensors() as fake:
         encoder = fake_module(module)

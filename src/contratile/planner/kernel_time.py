@@ -93,7 +93,7 @@ def kernel_time(
     work = _work(cost, d, itemsize, step.interior(cost.kernel))  # other launches are small
     if cost.kernel == "forward":
         cut = cut_forward(n, n, cost.config, processors=gpu.processors, fields=2, workspace=workspace)
-        groups, per_program = pieces(step.col_blocks, cut.blocks), cut.span // cost.m
+        groups, per_program = lengths_of_pieces(step.col_blocks, cut.blocks), cut.span // cost.m
         grids = [(count * cut.splits, times) for count, times in groups]
         waves = sum(-(-programs // (gpu.processors * blocks)) * times for programs, times in grids)
         launches = 2 + 4 * sum(times for _, times in grids)  # positives, bounds; of a chunk: fast, careful, merges
@@ -102,8 +102,8 @@ def kernel_time(
         rows, cols = cut_backward(n, n, cost.config, itemsize=itemsize, symmetric=False, workspace=workspace)
         grids = [
             (-(-down // cost.m) * -(-across // cost.n), times * more)
-            for down, times in pieces(n, rows)
-            for across, more in pieces(n, cols)
+            for down, times in lengths_of_pieces(n, rows)
+            for across, more in lengths_of_pieces(n, cols)
         ]
         per_program, launches = 1, 3 + 2 * sum(times for _, times in grids)  # bounds, weights; fast and careful
         stored = 0.0 if stays_in_l2(gpu, rows * cols * itemsize) else float(itemsize * n * n)
@@ -149,7 +149,7 @@ def _work(cost: KernelCost, d: int, itemsize: int, l2_bytes: float) -> TileWork:
     )
 
 
-def pieces(total: int, size: int) -> list[tuple[int, int]]:
+def lengths_of_pieces(total: int, size: int) -> list[tuple[int, int]]:
     """Lengths of the pieces of `total`, and how many of each there are."""
     whole, rest = divmod(total, size)
     return [(length, times) for length, times in ((size, whole), (rest, 1)) if length and times]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from contratile.planner.cpu_rates import CpuClock
+from contratile.planner.cpu_rates import OperatorClock
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves modes unannotated
@@ -39,7 +39,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             without gradients, which keeps nothing, does not grow by.
     """
 
-    def __init__(self, hole_share: float = 0.0, clock: CpuClock | None = None) -> None:
+    def __init__(self, hole_share: float = 0.0, clock: OperatorClock | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.hole_share, self.clock = hole_share, clock
         self.seconds = self.grown_seconds = 0.0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from contratile.losses.directions import ONE_TYPE, Direction
-from contratile.planner.cpu_rates import CpuClock
+from contratile.planner.cpu_rates import OperatorClock
 from contratile.planner.encoder_cost import EncoderCost, Precision, fake_module, fake_tensors
 from contratile.planner.live_bytes import LiveBytes
 from contratile.ring.nodes import RingKind
@@ -173,7 +173,7 @@ class Workload:
 
 
 def count_optimizer(
-    modules: Iterable[nn.Module], make: MakeOptimizer, name: str, clock: CpuClock | None = None
+    modules: Iterable[nn.Module], make: MakeOptimizer, name: str, clock: OperatorClock | None = None
 ) -> OptimizerCost:
     """Count what an optimiser holds and moves, by running one update on fake tensors.
 

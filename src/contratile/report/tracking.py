@@ -194,7 +194,7 @@ def memory_now(on_gpu: bool = False) -> int:
     return int(psutil.Process(os.getpid()).memory_info().rss)
 
 
-def size(number: float) -> str:
+def binary_size(number: float) -> str:
     """Format bytes: 14.2 MiB."""
     unit = 0
     while number >= 1024 and unit < 4:
@@ -217,7 +217,7 @@ def line(values: Mapping[str, Any]) -> str:
     }
     parts = [form.format(values[name]) for name, form in forms.items() if name in values]
     if "loss_memory" in values:
-        parts.append(f"loss memory {size(values['loss_memory'])} (dense: {size(values['dense_memory'])})")
+        parts.append(f"loss memory {binary_size(values['loss_memory'])} (dense: {binary_size(values['dense_memory'])})")
     if values.get("broken"):
         parts.append(f"{values['broken']} broken samples")
     return " · ".join(parts)

@@ -41,8 +41,8 @@ from contratile.bench.contestants.loss import (
     LossFunction,
     LossProblem,
     LossStep,
-    backward,
     sentence_transformers_cached,
+    with_backward,
 )
 from contratile.bench.contestants.matryoshka import looped, matryoshka_loss, nested
 
@@ -56,7 +56,7 @@ SYMMETRIC = 2
 """Products of a symmetric score matrix: half the tiles of each of four products."""
 
 
-def labelled(
+def labelled_problem(
     n: int,
     d: int,
     *,
@@ -93,7 +93,7 @@ def cooled(loss: LossFunction) -> LossFunction:
 def _fixed(make: Callable[[float], Any]) -> LossStep:
     """Return the step of a module whose scale is fixed when it is made."""
     module = cache(make)
-    return backward(lambda *args: module(args[-1].item())(*args[:-1]))
+    return with_backward(lambda *args: module(args[-1].item())(*args[:-1]))
 
 
 def _lightly() -> LossStep:
@@ -111,13 +111,13 @@ def _pytorch_metric_learning() -> LossStep:
 def _open_clip() -> LossStep:
     from open_clip.loss import SigLipLoss
 
-    return backward(SigLipLoss())
+    return with_backward(SigLipLoss())
 
 
 def _siglip_kernel() -> LossStep:
     from siglip_kernel import fused_siglip_loss
 
-    return backward(lambda image, text, scale, bias: fused_siglip_loss(image, text, scale.log(), bias))
+    return with_backward(lambda image, text, scale, bias: fused_siglip_loss(image, text, scale.log(), bias))
 
 
 def _sentence_transformers() -> LossStep:
@@ -161,13 +161,13 @@ def _ours(loss: LossFunction, *, about: str, views: int = 1, products: int = 4) 
     """Our loss without and with a cache for all tiles."""
 
     def load() -> LossStep:
-        return backward(partial(loss, group=None))
+        return with_backward(partial(loss, group=None))
 
     def load_cached() -> LossStep:
         def cached(*args: Tensor) -> Tensor:
             return loss(*args, group=None, cache_bytes=4 * (views * len(args[0])) ** 2)
 
-        return backward(cached)
+        return with_backward(cached)
 
     kept = views**2 * (0.5 if products == SYMMETRIC else 1.0)
     return [
@@ -185,7 +185,7 @@ def _option(name: str, option: Callable[[Tensor], dict[str, Any]], about: str) -
         return lambda query, key, scale, **how: loss(query, key, scale, **option(query), **how)
 
     def load() -> LossStep:
-        return backward(partial(bound(info_nce), group=None))
+        return with_backward(partial(bound(info_nce), group=None))
 
     return LossContestant(name=name, load=load, about=about, oracle=bound(reference.info_nce), linear=32)
 
@@ -203,7 +203,9 @@ def _their_directions(about: str, oracle: LossFunction, *, matrices: float) -> L
 
 def _case(name: str, oracle: LossFunction, contestants: list[LossContestant], *, dense: float, **facts: Any) -> Case:
     """Make a case and add the reference as a contestant, which holds `dense` N x N matrices."""
-    formula = LossContestant(name="dense", load=lambda: backward(oracle), about="the reference in fp32", matrices=dense)
+    formula = LossContestant(
+        name="dense", load=lambda: with_backward(oracle), about="the reference in fp32", matrices=dense
+    )
     everybody = {contestant.name: contestant for contestant in [*contestants, formula]}
     return Case(name=name, contestants=everybody, oracle=oracle, **facts)
 
@@ -245,7 +247,7 @@ FAMILY = (
             ),
         ],
         dense=11.1,
-        problem=labelled,
+        problem=labelled_problem,
         products=SYMMETRIC,
     ),
     _case(
@@ -364,13 +366,13 @@ FAMILY = (
         [
             LossContestant(
                 name="contratile",
-                load=lambda: backward(partial(nested(clip_loss), group=None)),
+                load=lambda: with_backward(partial(nested(clip_loss), group=None)),
                 about="clip_loss with matryoshka_dims 64, 128, ... and D",
                 linear=64,
             ),
             LossContestant(
                 name="contratile_loop",
-                load=lambda: backward(partial(looped(clip_loss), group=None)),
+                load=lambda: with_backward(partial(looped(clip_loss), group=None)),
                 about="a call of clip_loss for each dimension",
                 linear=4096,
             ),
@@ -390,7 +392,7 @@ FAMILY = (
         [
             LossContestant(
                 name="contratile",
-                load=lambda: backward(partial(distilled(clip_loss), group=None)),
+                load=lambda: with_backward(partial(distilled(clip_loss), group=None)),
                 about="clip_loss with a teacher",
                 linear=32,
             ),
@@ -414,7 +416,7 @@ FAMILY = (
         [
             LossContestant(
                 name="contratile",
-                load=lambda: backward(gist),
+                load=lambda: with_backward(gist),
                 about="the loss of GISTEmbedLoss, all contrasts, of unit features",
                 linear=32,
             ),
