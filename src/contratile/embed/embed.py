@@ -103,6 +103,11 @@ def embed_source(
     Raises:
         ValueError: `out` cannot be written, was begun with other arguments, or too many samples are broken.
         FloatingPointError: A feature is NaN or infinite.
+
+    Examples:
+        >>> towers, config, step = load_run(Path("runs/icons"))              # doctest: +SKIP
+        >>> embed_source(towers, open_source(config.data, "test"), Path("features.npy")).rows    # doctest: +SKIP
+        1445
     """
     check_choice("side", side, get_args(Side))
     for name, value in {"chunk": chunk, "save_every": save_every}.items():

@@ -117,6 +117,11 @@ def mine_source(
 
     Raises:
         ValueError: The table cannot be written or the data cannot be mined.
+
+    Examples:
+        >>> towers, config, step = load_run(Path("runs/words"))              # doctest: +SKIP
+        >>> rules = Rules(num_negatives=5, relative_margin=0.05)             # doctest: +SKIP
+        >>> mine_source(towers, open_source(config.data, "train"), Path("mined.jsonl"), rules)    # doctest: +SKIP
     """
     check_table(out)
     check_apart([out], str((facts or {}).get("data", "")))

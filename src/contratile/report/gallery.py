@@ -222,6 +222,9 @@ def load_gallery(folder: Path) -> Gallery:
 
     Raises:
         ValueError: There is no gallery, or it is damaged.
+
+    Examples:
+        >>> gallery = load_gallery(Path("runs/icons"))                       # doctest: +SKIP
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file

@@ -153,8 +153,14 @@ class Tracker:
 def history(run: Path) -> list[dict[str, Any]]:
     """Read metrics.jsonl, oldest first. A last line that was cut by a kill is left out.
 
+    Args:
+        run: Folder of the run.
+
     Raises:
         ValueError: Another line is not a JSON object with a step.
+
+    Examples:
+        >>> [entry["loss"] for entry in history(Path("runs/icons")) if "loss" in entry]    # doctest: +SKIP
     """
     path = run / METRICS
     lines = path.read_bytes().split(b"\n") if path.exists() else []

@@ -69,6 +69,10 @@ def write_results(trainer: Trainer, outcome: Outcome, notify: Callable[[str], ob
 
     Raises:
         ValueError: The outcome has no held-out features: the run had been finished before, or was stopped.
+
+    Examples:
+        >>> outcome = trainer.run()                                          # doctest: +SKIP
+        >>> if outcome.held_out is not None: write_results(trainer, outcome)    # doctest: +SKIP
     """
     config, source, run = trainer.config, trainer.held_out, trainer.config.run.out
     held_out = outcome.held_out
