@@ -55,7 +55,7 @@ def cross_entropies(
     share = _shared_cache(spec, rings, options)
     if options.more.several:
         query, key = summed(query), summed(key)
-    proxy = shared = None
+    proxy = None
     if options.several_sources and spec.backend != "dense":
         proxy = stand_in(query)
     if proxy is not None:
@@ -63,7 +63,9 @@ def cross_entropies(
     scale = as_tensor(scale, query)  # once: the gradients from all sources of keys add up in full precision
     query_ids, key_ids = options.pair_of_ids
     x = Inputs(
-        *(query, key, scale),
+        query=query,
+        key=key,
+        scale=scale,
         key_bias=options.key_bias,
         labels=labels,
         query_ids=query_ids,
@@ -83,16 +85,9 @@ def cross_entropies(
     else:
         stats, rows = _positives_alone(x, spec, options)
         assert stats.pos is not None
-    if rings.extra is not None and any(rings.extra.sizes):
-        rows = rows.join(extra_keys(x, stats, options, share(sum(rings.extra.sizes)), rings.extra), stats)
-    elif options.extra_keys is not None:  # none on any rank: keep them in the graph
-        rows = rows._replace(above=rows.above + options.extra_keys.to(stats.pos.dtype).sum())
-    if rings.hard is not None and options.hard_negatives is not None and options.hard_negatives.shape[1]:
-        shared = keys_of(options.hard_negatives)
-        spec_of_hard = share(sum(rings.hard.sizes))
-        rows = rows.join(shared_hard_negatives(x, stats, options, spec_of_hard, rings.hard, shared), stats)
-    elif options.hard_negatives is not None:
-        rows = rows.join(own_hard_negatives(x, stats, options, options.hard_negatives), stats)
+    shared = None
+    if options.extra_keys is not None or options.hard_negatives is not None:
+        rows, shared = _with_more_keys(rows, x, stats, options, share, rings)
     cols = tally_of(stats.col, stats.pos, spared, without_bias(stats, x)) if spec.cols else None
     losses = _loss(rows, stats.pos, options)
     if cols is not None and options.more.back and options.more.partition_mode == "joint":
@@ -166,6 +161,24 @@ def _distill(stats: PairStats, spec: Spec, options: PairOptions) -> Tensor:
         assert side.cross is not None
         found.append(lifted(lse_above(pos, side, floor=False) - side.cross))
     return sum(found[1:], found[0]) * options.teacher_weight
+
+
+def _with_more_keys(
+    rows: Tally, x: Inputs, stats: PairStats, options: PairOptions, share: Callable[[int], Spec], rings: Rings
+) -> tuple[Tally, Tensor | None]:
+    """Join extra keys and hard negatives. Returns the tally, and shared hard negatives as one set of keys."""
+    assert stats.pos is not None
+    if rings.extra is not None and any(rings.extra.sizes):
+        rows = rows.join(extra_keys(x, stats, options, share(sum(rings.extra.sizes)), rings.extra), stats)
+    elif options.extra_keys is not None:  # none on any rank: keep them in the graph
+        rows = rows._replace(above=rows.above + options.extra_keys.to(stats.pos.dtype).sum())
+    if rings.hard is not None and options.hard_negatives is not None and options.hard_negatives.shape[1]:
+        shared = keys_of(options.hard_negatives)
+        spec = share(sum(rings.hard.sizes))
+        return rows.join(shared_hard_negatives(x, stats, options, spec, rings.hard, shared), stats), shared
+    if options.hard_negatives is not None:
+        rows = rows.join(own_hard_negatives(x, stats, options, options.hard_negatives), stats)
+    return rows, None
 
 
 def _positives_alone(x: Inputs, spec: Spec, options: PairOptions) -> tuple[PairStats, Tally]:

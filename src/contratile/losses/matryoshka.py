@@ -126,8 +126,8 @@ class _ReciprocalNorms(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, Tensor | None]:
         x, mask, factor = ctx.saved_tensors
-        full = ctx.needs_input_grad[3]
-        if not (full or ctx.needs_input_grad[0]):
+        wants_rows, _, _, full = ctx.needs_input_grad
+        if not (full or wants_rows):
             return None, None, None, None
         dx = torch.zeros(x.shape, dtype=grad.dtype, device=x.device)
         add_norm_grads_(dx, x, ctx.dims, factor, grad * factor)

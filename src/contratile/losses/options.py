@@ -48,13 +48,6 @@ class PairOptions(NamedTuple):
     matryoshka_normalize: bool = True
     hard_ids: Tensor | None = None
     more: Directions = Directions()
-
-    @property
-    def matryoshka(self) -> Matryoshka | None:
-        if self.matryoshka_dims is None:
-            return None
-        return Matryoshka.of(self.matryoshka_dims, self.matryoshka_weights, self.matryoshka_normalize)
-
     teacher: Teacher | None = None
     teacher_weight: float = 1.0
     teacher_temperature: float = 1.0
@@ -64,6 +57,12 @@ class PairOptions(NamedTuple):
     guide_margin_strategy: GuideMargin = "absolute"
     extra_guide: Tensor | None = None
     hard_guide: Tensor | None = None
+
+    @property
+    def matryoshka(self) -> Matryoshka | None:
+        if self.matryoshka_dims is None:
+            return None
+        return Matryoshka.of(self.matryoshka_dims, self.matryoshka_weights, self.matryoshka_normalize)
 
     @property
     def several_sources(self) -> bool:

@@ -117,7 +117,8 @@ def siglip_loss(
         >>> loss = ct.siglip_loss(image, text, 10.0, -10.0)
     """
     options = PairOptions(
-        *(ids, same_id),
+        ids=ids,
+        same_id=same_id,
         return_stats=return_stats,
         matryoshka_dims=matryoshka_dims,
         matryoshka_weights=matryoshka_weights,
