@@ -1,4 +1,4 @@
-"""Checks of what other models bring to a loss: a teacher's and a guide's features."""
+"""The options `teacher` and `guide`: checks of the features that other models bring to a loss."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class LossTerms(NamedTuple):
 
 
 def features_of(options: PairOptions) -> list[Tensor]:
-    """All tensors that other models bring."""
+    """All tensors of the teacher and the guide."""
     pairs = (x for x in (options.teacher, options.guide) if isinstance(x, tuple | list))
     given = *(x for pair in pairs for x in pair), options.extra_guide, options.hard_guide
     return [x for x in given if isinstance(x, Tensor)]
 
 
 def named_models(options: PairOptions) -> list[object]:
-    """What every rank must agree on."""
+    """What all ranks must agree on."""
     found: list[object] = []
     if options.teacher is not None:
         found += ["teacher", options.teacher_weight, options.teacher_temperature, options.return_terms]
@@ -45,7 +45,7 @@ def named_models(options: PairOptions) -> list[object]:
 
 
 def check_teacher(options: PairOptions, query: Tensor, key: Tensor) -> None:
-    """Refuse a teacher that cannot be used, and options that mean nothing beside it, or without it."""
+    """Refuse an unusable teacher, options that do not go with it, and its own options without it."""
     weight, temperature = options.teacher_weight, options.teacher_temperature
     _check_number("teacher_weight", weight, "It multiplies the distillation term.")
     _check_number("teacher_temperature", temperature, "It divides the teacher's scores.")
@@ -84,7 +84,7 @@ def check_teacher(options: PairOptions, query: Tensor, key: Tensor) -> None:
 
 
 def check_guide(options: PairOptions, query: Tensor, key: Tensor) -> None:
-    """Refuse a guide that cannot be used, and options that mean nothing beside it, or without it."""
+    """Refuse an unusable guide, options that do not go with it, and its own options without it."""
     check_choice("guide_margin_strategy", options.guide_margin_strategy, GUIDE_MARGINS)
     _check_number("guide_margin", options.guide_margin, "It is subtracted from the guide's product of the positive.")
     if options.guide is None:
@@ -141,7 +141,7 @@ def _check_alone(what: str, options: PairOptions, *others: str, **reasons: str) 
 
 
 def _check_pair(name: str, pair: Any, query: Tensor, key: Tensor) -> None:
-    """Features of both sides, constants, for the same rows."""
+    """Check a model's features of both sides: constants, one row for each of ours."""
     check_features({f"{name}[0]": pair[0], f"{name}[1]": pair[1]}, empty=True)
     for at, (x, side, rows) in enumerate(((pair[0], "queries", query), (pair[1], "keys", key))):
         own = f"{name}[{at}]"
@@ -152,7 +152,7 @@ def _check_pair(name: str, pair: Any, query: Tensor, key: Tensor) -> None:
 
 
 def _check_more(name: str, guide: Tensor | None, of: str, keys: Tensor | None, like: Tensor) -> None:
-    """The guide's features of further keys."""
+    """Check the guide's features of extra keys or hard negatives."""
     if guide is None and keys is None:
         return
     if guide is None or keys is None:

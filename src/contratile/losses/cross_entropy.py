@@ -1,11 +1,11 @@
-"""Cross-entropies of queries against keys, with every kind of negative: what `clip_loss` and `info_nce` share.
+"""Cross-entropies of queries against keys, with every kind of negative; `clip_loss` and `info_nce` are built on them.
 
     loss_i = lse_i - (1 - e) pos_i - e mean_i
 
-over the keys that count for query i: keys of all ranks, extra keys of all ranks, and its own hard negatives. Each
-source gives a log-sum-exp, and `logaddexp` joins them. With several positives (`same_id="positive"`) their mean score
-takes the place of pos_i. Without negatives from the batch, keys give no more than the positives. With more directions
-(`directions.py`) further log-sum-exps join them.
+The log-sum-exp runs over the keys that count for query i: keys of all ranks, extra keys of all ranks, and its own hard
+negatives. Each source gives a log-sum-exp, and `logaddexp` joins them; `directions` adds further ones. With several
+positives (`same_id="positive"`) their mean score replaces pos_i. With `in_batch_negatives=False` the keys provide the
+positives only.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from contratile.losses.terms import as_tensor, lifted, lse_above, tally_of, with
 
 
 class Losses(NamedTuple):
-    """One value per pair, in the unit of the statistics, and what `return_stats` asks for."""
+    """One value per pair, in the unit of the statistics, and the batch statistics if they were asked for."""
 
     per_pair: Tensor
     stats: PairStats
     batch: BatchStats | None
     distill: Tensor | None = None
-    """Per pair: the weighted cross-entropy with a teacher's softmax, not part of `per_pair`."""
+    """Per pair: the weighted cross-entropy with the teacher's softmax. Not part of `per_pair`."""
 
 
 def cross_entropies(
@@ -108,7 +108,7 @@ def cross_entropies(
 
 
 def assemble(call: Call, losses: Losses, rings: Rings, share: float = 1.0) -> Tensor | tuple[Any, ...]:
-    """The loss, followed by its terms and the statistics where they are asked for."""
+    """The reduced loss, followed by its terms and the statistics if they were asked for."""
     per_pair, options = losses.per_pair, call.options
     assert options is not None
     more: list[Any] = []
@@ -126,7 +126,7 @@ def assemble(call: Call, losses: Losses, rings: Rings, share: float = 1.0) -> Te
 
 
 def _asked(spec: Spec, options: PairOptions) -> Spec:
-    """The spec of every call with these options."""
+    """The spec with what these options ask of every call."""
     more: dict[str, Any] = {}
     if options.margin is not None:
         more["margin"] = float(options.margin)
@@ -140,7 +140,7 @@ def _asked(spec: Spec, options: PairOptions) -> Spec:
 
 
 def _with_models(x: Inputs, options: PairOptions) -> Inputs:
-    """With the features of a teacher and a guide."""
+    """Add the features of the teacher and the guide."""
     if options.teacher is not None:
         query, key, scale = options.teacher
         scale = as_tensor(scale, query) / options.teacher_temperature
@@ -151,9 +151,9 @@ def _with_models(x: Inputs, options: PairOptions) -> Inputs:
 
 
 def _distill(stats: PairStats, spec: Spec, options: PairOptions) -> Tensor:
-    """Per pair the cross-entropies with the teacher: log-sum-exps minus mean scores under its softmax.
+    """Per pair: cross-entropies with the teacher, which are log-sum-exps minus mean scores under its softmax.
 
-    Both are taken from the positive's score, as a constant.
+    Both are computed relative to the positive's score, which is a constant here.
     """
     assert stats.pos is not None
     pos, found = stats.pos.detach(), []
@@ -182,7 +182,7 @@ def _with_more_keys(
 
 
 def _positives_alone(x: Inputs, spec: Spec, options: PairOptions) -> tuple[PairStats, Tally]:
-    """What queries read from their positives, without any other key."""
+    """Statistics and tally of the positives alone, without negatives."""
     assert x.key is not None and x.labels is not None
     own = x.key[: len(x.query)] if spec.paired else x.key.index_select(0, x.labels)
     products = products_with(x, own.unsqueeze(1), None, options).squeeze(1)
@@ -200,7 +200,7 @@ def _positives_alone(x: Inputs, spec: Spec, options: PairOptions) -> tuple[PairS
 
 
 def _shared_cache(spec: Spec, rings: Rings, options: PairOptions) -> Callable[[int], Spec]:
-    """The spec of a call with some of the keys: all calls share the memory of the cache in proportion to these."""
+    """The spec of a call, given its number of keys: calls share the cache in proportion to their keys."""
     if not spec.cache_bytes:
         return lambda keys: spec
     both_types = 1 + ("doc_to_doc" in options.more.names)

@@ -87,7 +87,7 @@ class PairOptions(NamedTuple):
         return query_ids.long(), key_ids.long()
 
     def check(self, query: Tensor, key: Tensor, scale: Tensor | float, spec: Spec) -> None:
-        """Refuse what cannot be used, and combinations that mean nothing."""
+        """Refuse unusable values, and options that cannot be combined."""
         self._check_ids(query, key)
         self._check_same_id()
         self._check_in_batch_negatives()
