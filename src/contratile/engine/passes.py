@@ -123,7 +123,7 @@ def backward(
         level = guide_level
     tiles = registry.choose(x, spec)
     row = _side_grad(results.row, grads.row, spec, level)
-    # A visitor's rows are this rank's columns if the scores are symmetric.
+    # With symmetric scores a visitor's rows are this rank's columns.
     col = row if symmetric else _side_grad(results.col, grads.col, spec, None)
     col_sums_grad = grads.row.sums if symmetric else grads.col.sums
     factors = factors_of(x, spec)
