@@ -138,7 +138,7 @@ class SideParts(NamedTuple):
             if x is not None and y is not None:
                 x.add_(y)
 
-    def finish(self, term: Tensor | None, taught: Taught | None = None) -> SideStats:
+    def finish(self, term: Tensor | None, taught: TeacherSide | None = None) -> SideStats:
         """The statistics after the last block. `term` is a summed logit of each entry: see `Stats.finish`."""
         total, slack = self.total, None
         if self.level is not None and self.total is not None:
@@ -156,7 +156,7 @@ _LEVELS = {"level": "total", "teacher_level": "teacher", "cross_level": "cross"}
 """Fields of `SideParts` with levels, which are merged like log-sum-exps."""
 
 
-class Taught(NamedTuple):
+class TeacherSide(NamedTuple):
     """What each row (or column) needs for the teacher's statistics."""
 
     centre: Tensor

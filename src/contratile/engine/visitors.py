@@ -41,7 +41,7 @@ class KeyBlock(NamedTuple):
     centre: Tensor | None = None
     teacher_lse: Tensor | None = None
     teacher_grad: Tensor | None = None
-    """The teacher's features; forward only, `stats.Taught.centre`; backward only, as `lse` and `grad`."""
+    """The teacher's features; forward only: `stats.TeacherSide.centre`; backward only: as `lse` and `grad`."""
 
     guide: Tensor | None = None
     guide_level: Tensor | None = None
