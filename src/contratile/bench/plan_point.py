@@ -31,7 +31,7 @@ from contratile.planner.calibration import calibrate, materialised, real_rows
 from contratile.planner.cpu_rates import cpu_rates, process_clock
 from contratile.planner.devices import parse_devices
 from contratile.planner.encoder_cost import encoder_cost
-from contratile.planner.tower_inputs import EncoderSide
+from contratile.planner.tower_inputs import EncoderExample
 from contratile.planner.workload import Workload, by_name, count_optimizer
 
 AGAIN = 2
@@ -40,7 +40,7 @@ FEW = 2
 """Rows of a rank's first step, which creates gradients and the optimiser's state. The second one has all rows."""
 
 
-def measure(point: PlanPoint, sides: tuple[EncoderSide, EncoderSide], timed: bool) -> dict[str, Any]:
+def measure(point: PlanPoint, sides: tuple[EncoderExample, EncoderExample], timed: bool) -> dict[str, Any]:
     """Run the steps of a point in this process.
 
     Memory is that of the process beyond what it had before it built anything, pages of libraries left out.
@@ -100,7 +100,7 @@ def _join(world: int) -> None:
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
 
 
-def fit(sides: tuple[EncoderSide, EncoderSide]) -> dict[str, Any]:
+def fit(sides: tuple[EncoderExample, EncoderExample]) -> dict[str, Any]:
     """Two small chunks of the encoders of a point."""
     devices = parse_devices("cpu")
     _warm_up()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from contratile.models.towers import TowerConfig
-from contratile.planner.tower_inputs import EncoderSide, encoder_sides, tower_definitions
+from contratile.planner.tower_inputs import EncoderExample, encoder_sides, tower_definitions
 
 FEATURES = 256
 
@@ -58,7 +58,7 @@ class _Texts(nn.Module):
         return F.normalize(self.project(hidden.mean(1)), dim=-1)
 
 
-def definition(point: PlanPoint) -> tuple[EncoderSide, EncoderSide]:
+def definition(point: PlanPoint) -> tuple[EncoderExample, EncoderExample]:
     """Both encoders of a point without weights; the same object if it has one for both sides."""
     if point.model in ("tiny", "minilm"):
         spec = {"tiny": {"towers": "tiny"}, "minilm": {"towers": "st:minilm"}}
@@ -80,7 +80,7 @@ def definition(point: PlanPoint) -> tuple[EncoderSide, EncoderSide]:
     if point.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     example = {"input_ids": ids, "attention_mask": ids} if inputs is None else inputs
-    return (EncoderSide(module.train(), example),) * 2
+    return (EncoderExample(module.train(), example),) * 2
 
 
 def _grid() -> tuple[PlanPoint, ...]:

@@ -1,4 +1,4 @@
-"""Result of the first phase: features for the loss, and what is needed to encode every chunk again."""
+"""The result of the first phase: features for the loss, and what it takes to encode every chunk again."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class EncoderSide:
     """Number of rows, if known beforehand."""
 
     columns: tuple[int, ...] = ()
-    """Rows of each input, if the side serves several inputs together; their features are returned one by one."""
+    """Rows of each input, if the side serves several inputs; their features are returned input by input."""
 
     trainable: bool | None = None
     """Whether the features require gradients; known after the first chunk."""
@@ -129,7 +129,7 @@ class Encoded:
 
     @property
     def leaves(self) -> list[list[Tensor]]:
-        """The tensors of `features`, a list per side; those of its first column first."""
+        """The tensors of `features`, a list per side, the first column's first."""
         if not self._open:
             remedy = "Encode again: the chunks of a batch are kept for one backward pass."
             bad_value("encoded", expected="features that are still there", got="used ones", remedy=remedy)

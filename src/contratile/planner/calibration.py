@@ -25,7 +25,7 @@ from contratile.planner.devices import Devices
 from contratile.planner.encoder_cost import DTYPES, Precision
 from contratile.planner.memory import device_memory
 from contratile.planner.step_seconds import StepSeconds, step_seconds
-from contratile.planner.tower_inputs import EncoderSide
+from contratile.planner.tower_inputs import EncoderExample
 from contratile.planner.workload import Line, Workload
 
 TARGETS = (100 << 20, 200 << 20)
@@ -57,7 +57,7 @@ class Calibration:
 
 
 def calibrate(
-    sides: Sequence[EncoderSide],
+    sides: Sequence[EncoderExample],
     work: Workload,
     devices: Devices,
     notify: Callable[[str], object] = lambda text: None,

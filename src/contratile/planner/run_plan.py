@@ -27,7 +27,7 @@ from contratile.planner.encoder_cost import DTYPES, EncoderCost, Precision, enco
 from contratile.planner.memory import Memory, device_memory, disk_memory, host_memory
 from contratile.planner.search import Change, LargestBatch, best_chunk, fits, largest_batches, smallest_change
 from contratile.planner.step_seconds import StepSeconds, step_seconds
-from contratile.planner.tower_inputs import EncoderSide, encoder_sides, tower_definitions
+from contratile.planner.tower_inputs import EncoderExample, encoder_sides, tower_definitions
 from contratile.planner.workload import (
     LossFacts,
     MakeOptimizer,
@@ -136,7 +136,7 @@ def plan(
     calibrate: bool = False,
     host_bytes: float = 0.0,
     kept: tuple[bool, bool] = (False, False),
-    second: tuple[str, tuple[EncoderSide, EncoderSide]] | None = None,
+    second: tuple[str, tuple[EncoderExample, EncoderExample]] | None = None,
     name: str = "",
     notify: Notify = lambda text: None,
 ) -> Plan:
@@ -288,7 +288,7 @@ def _sides(
     tokens: int,
     kept: tuple[bool, bool],
     notify: Notify,
-) -> tuple[tuple[EncoderSide, EncoderSide], str]:
+) -> tuple[tuple[EncoderExample, EncoderExample], str]:
     if isinstance(model, str):
         model = TowerConfig(towers=model)
     if isinstance(model, TowerConfig):
@@ -307,11 +307,11 @@ def _sides(
         got = f"{len(modules)} modules and {len(inputs)} inputs"
         bad_value("model", expected="one encoder, or two", got=got, remedy="Hard negatives are an option of the loss.")
     title = " + ".join(type(module).__name__ for module in modules)
-    return (EncoderSide(modules[0], inputs[0]), EncoderSide(modules[-1], inputs[-1])), title
+    return (EncoderExample(modules[0], inputs[0]), EncoderExample(modules[-1], inputs[-1])), title
 
 
 def _costs(
-    sides: tuple[EncoderSide, EncoderSide],
+    sides: tuple[EncoderExample, EncoderExample],
     rows: tuple[int, int],
     precision: Precision,
     devices: Devices,
@@ -320,7 +320,7 @@ def _costs(
     """Count both encoders; once, if they are the same with inputs of the same shapes."""
     left, right = sides
 
-    def count(side: EncoderSide, name: str) -> EncoderCost:
+    def count(side: EncoderExample, name: str) -> EncoderCost:
         return encoder_cost(
             side.module,
             side.inputs,
@@ -338,7 +338,7 @@ def _costs(
 
 def _second(
     role: str,
-    sides: tuple[EncoderSide, EncoderSide],
+    sides: tuple[EncoderExample, EncoderExample],
     rows: tuple[int, int],
     precision: Precision,
     devices: Devices,
@@ -363,7 +363,9 @@ def _shared_weights(work: Workload) -> Workload:
     return replace(work, sides=(left, replace(right, weight_bytes=0, trained_bytes=0)))
 
 
-def _calibrate(sides: tuple[EncoderSide, EncoderSide], work: Workload, devices: Devices, notify: Notify) -> Calibration:
+def _calibrate(
+    sides: tuple[EncoderExample, EncoderExample], work: Workload, devices: Devices, notify: Notify
+) -> Calibration:
     if not devices.on_cpu:
         remedy = "Run the plan with --devices cpu, or on the machine itself without --calibrate."
         bad_value("calibrate", expected="this machine as the device", got=devices.name, remedy=remedy)

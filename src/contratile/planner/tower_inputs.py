@@ -15,7 +15,7 @@ LONGEST = 100_000
 """Words of the text that shows how long inputs can be."""
 
 
-class EncoderSide(NamedTuple):
+class EncoderExample(NamedTuple):
     """An encoder and an example of its inputs."""
 
     module: nn.Module
@@ -34,7 +34,7 @@ def encoder_sides(
     tokens: int = 0,
     inputs: tuple[Nest, Nest] | None = None,
     kept: tuple[bool, bool] = (False, False),
-) -> tuple[EncoderSide, EncoderSide]:
+) -> tuple[EncoderExample, EncoderExample]:
     """The encoders of a training step with example inputs.
 
     Args:
@@ -47,13 +47,13 @@ def encoder_sides(
     for index, tower in enumerate((towers.left, towers.right)):
         if kept[index]:
             width = _hidden(tower)
-            found.append(EncoderSide(LockedTowerHead(tower), torch.empty(1, width, device="meta")))
+            found.append(EncoderExample(LockedTowerHead(tower), torch.empty(1, width, device="meta")))
             continue
         example = tower_inputs(tower, tokens) if inputs is None else inputs[index]
-        found.append(EncoderSide(tower, (example,) if isinstance(example, dict) else example))
+        found.append(EncoderExample(tower, (example,) if isinstance(example, dict) else example))
     left, right = found
     if towers.right is towers.left:
-        right = EncoderSide(left.module, right.inputs)
+        right = EncoderExample(left.module, right.inputs)
     return left, right
 
 

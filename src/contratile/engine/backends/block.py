@@ -30,7 +30,7 @@ class Beside(NamedTuple):
 
     row: Tensor | None
     col: Tensor | None
-    """The centres of rows and columns for a teacher (`stats.TeacherSide`), its products of their positives for a guide."""
+    """Teacher: centres of rows and columns (`stats.TeacherSide`). Guide: the guide's products of their positives."""
 
     pos: Tensor | None = None
     """Receives the teacher's scores of the rows' positives in the forward pass."""
