@@ -1,4 +1,4 @@
-"""A picture of a plan: what each phase of a step holds, against the memory that there is."""
+"""A picture of a plan: the memory of each phase of a step beside the memory available."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def heading(plan: Plan) -> list[str]:
 
 
 def memory_grid(kind: Memory, title: str) -> Grid:
-    """Terms, those of the phase that needs most first."""
+    """The terms of a kind of memory, those of the peak phase first."""
     phase = kind.phase
     rows = []
     for term in sorted(kind.terms, key=lambda term: (phase not in term.phases, -term.bytes)):
@@ -87,7 +87,7 @@ def _limit(limit: str, disk: float) -> str:
 
 
 def remarks(plan: Plan) -> list[str]:
-    """What else there is to know."""
+    """Remarks below the tables."""
     work, time = plan.work, plan.time
     lines = [f"best chunk: {plan.chunk_best:,}"]
     said = f"encoders reach {time.utilisation:.0%} of the rate of large products"

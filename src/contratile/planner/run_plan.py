@@ -1,4 +1,4 @@
-"""`contratile.plan`: what a training run needs before it starts. All of it is predicted.
+"""`contratile.plan`: predicts what a training run needs, before it starts.
 
     found = plan("open_clip:ViT-L-14", batch=65536, devices="8xA800-80G", precision="bf16")
     print(found)
@@ -39,7 +39,7 @@ from contratile.planner.workload import (
 )
 
 COUNTED = (16, 64)
-"""Rows of the chunks that are counted if the chunk is left open."""
+"""Rows of the counted chunks if the plan chooses the chunk."""
 FEW_STEPS = 1000
 """Fewer steps than this in a whole run are called too few. The shortest runs of the paper have several thousand."""
 
@@ -276,7 +276,7 @@ def assemble(
 
 
 def _of_loss(work: Workload, devices: Devices) -> Sequence[str]:
-    """What the time of the loss leaves out."""
+    """Notes about what the time of the loss leaves out."""
     if devices.on_cpu or not work.loss.prefixes:
         return ()
     return ("Matryoshka: as if kernels covered it; it runs on the torch backend, which reads and writes every tile",)

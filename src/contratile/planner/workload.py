@@ -1,4 +1,4 @@
-"""What a step consists of, in numbers: encoders, loss, optimiser, and how the batch is cut and kept."""
+"""A training step in numbers: encoders, loss, optimiser, and how the batch is cut and kept."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class OptimizerCost:
     """Held between steps."""
 
     temporary_bytes: float
-    """Held during the update besides."""
+    """Additionally held during the update."""
 
     moved: float
     """Bytes read and written."""
@@ -39,7 +39,7 @@ class OptimizerCost:
 
 @dataclass(frozen=True, kw_only=True)
 class LossFacts:
-    """What the loss compares, and in what it works."""
+    """What the loss compares, and the memory it may use."""
 
     views: int = 1
     """2 if both sides of a pair are compared with everything (NT-Xent, SupCon)."""
