@@ -3,8 +3,8 @@
     ids = duplicate_ids(sentence_features, everywhere=True)
     info_nce(..., ids=ids.pairs, hard_ids=ids.negatives)
 
-A pair (anchor, positive) and another with the same anchor, or the same positive, are no negatives of each other, nor is
-a hard negative that is one of their texts.
+Pairs (anchor, positive) that share an anchor or a positive are not used as each other's negatives. A hard negative that
+equals one of a pair's texts is not used for that pair.
 """
 
 from __future__ import annotations
