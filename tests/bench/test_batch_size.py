@@ -7,13 +7,16 @@ import pytest
 import torch
 
 from contratile.bench import batch_size
-from contratile.bench.batch_size import Grid, GridRun, chosen_rate, key_of, points, read_rows, run_all
+from contratile.bench.batch_size import BatchGrid, GridRun, chosen_rate, key_of, points, read_rows, run_all
 from contratile.bench.batch_size_data import DataName, PairData, PairTensors, load_pairs
 from contratile.bench.batch_size_run import rate, train
 from contratile.bench.batch_size_table import batch_size_tables
 from contratile.bench.plots.batch_size import by_point, draw_batch_size
 
-GRIDS: dict[DataName, Grid] = {"icons": Grid((4, 8), (16, 32), 64), "wordnet": Grid((4, 8), (16, 32), 64)}
+GRIDS: dict[DataName, BatchGrid] = {
+    "icons": BatchGrid((4, 8), (16, 32), 64),
+    "wordnet": BatchGrid((4, 8), (16, 32), 64),
+}
 
 
 def pairs(name: DataName, folder: Path | None = None) -> PairData:

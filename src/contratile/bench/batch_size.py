@@ -33,7 +33,7 @@ TRIAL_SEED = 100
 
 
 @dataclass(frozen=True)
-class Grid:
+class BatchGrid:
     """What is tried on one source."""
 
     batches: tuple[int, ...]
@@ -44,9 +44,9 @@ class Grid:
     """Samples seen by every run."""
 
 
-GRIDS: dict[DataName, Grid] = {
-    "icons": Grid((64, 256, 512, 1024, 2048), (3072, 6144, 12288), 131072),
-    "wordnet": Grid((64, 256, 512, 1024, 2048), (8192, 32768, 131072), 131072),
+GRIDS: dict[DataName, BatchGrid] = {
+    "icons": BatchGrid((64, 256, 512, 1024, 2048), (3072, 6144, 12288), 131072),
+    "wordnet": BatchGrid((64, 256, 512, 1024, 2048), (8192, 32768, 131072), 131072),
 }
 
 
@@ -63,7 +63,7 @@ class GridRun(NamedTuple):
     lr: float
 
 
-def points(grids: dict[DataName, Grid], rows: list[Record]) -> Iterator[GridRun]:
+def points(grids: dict[DataName, BatchGrid], rows: list[Record]) -> Iterator[GridRun]:
     """All runs in order. Those after the choice of a learning rate depend on `rows`, which may grow meanwhile."""
     for data, grid in grids.items():
         middle = grid.sizes[len(grid.sizes) // 2]
@@ -98,7 +98,7 @@ def key_of(row: Record) -> GridRun:
     return GridRun(**{name: row[name] for name in GridRun._fields})
 
 
-def run_all(grids: dict[DataName, Grid], out: Path, wordnet: Path | None, command: str) -> list[Record]:
+def run_all(grids: dict[DataName, BatchGrid], out: Path, wordnet: Path | None, command: str) -> list[Record]:
     """Run what is missing and append a row for each; return all rows."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / "rows.jsonl"

@@ -17,8 +17,8 @@ from contratile import reference
 from contratile.doctor.inputs import SCALE, compute_dtype, dtype_name, error_text, unit_features
 from contratile.losses import functional
 
-LossCall = Callable[..., Tensor]
-LOSSES: dict[str, LossCall] = {
+CheckedLoss = Callable[..., Tensor]
+LOSSES: dict[str, CheckedLoss] = {
     "clip_loss": lambda of, q, k, s, **how: of.clip_loss(q, k, s, **how),
     "info_nce": lambda of, q, k, s, **how: of.info_nce(q[::2], k, s, labels=_indices(q[::2]) * 2, **how),
     "nt_xent": lambda of, q, k, s, **how: of.nt_xent(q, k, 1 / s, **how),
@@ -28,7 +28,7 @@ LOSSES: dict[str, LossCall] = {
 """How each loss is called: `of` is `losses.functional` or `reference`, then queries, keys and scale."""
 
 FOUR = "query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"
-OBJECTIVES: dict[str, LossCall] = {
+OBJECTIVES: dict[str, CheckedLoss] = {
     "several positives": lambda of, q, k, s, **how: of.clip_loss(
         q, k, s, ids=_indices(q) % 7, same_id="positive", **how
     ),

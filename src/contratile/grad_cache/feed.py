@@ -19,7 +19,7 @@ from torch import nn
 from contratile.errors import bad_type, bad_value, check_choice, check_count
 from contratile.grad_cache.auto import Trial, largest_chunk
 from contratile.grad_cache.chunks import Encoder, Nest, blocks, count_rows, is_whole, joint_blocks
-from contratile.grad_cache.encoded import EncoderSide, Rows
+from contratile.grad_cache.encoded import EncoderSide, RowIndex
 from contratile.grad_cache.lengths import ByLength, Pool, SplitPool, token_columns
 from contratile.grad_cache.plan import Padding, Piece, by_length, by_rows, in_pieces
 from contratile.grad_cache.rows import SplitFn
@@ -44,7 +44,7 @@ class Item(NamedTuple):
         return self.pool.chunk(self.piece)
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> RowIndex:
         """Its rows among all rows of the side."""
         span = self.piece.span
         if span is None:

@@ -22,7 +22,7 @@ from contratile.host_memory import peak_growth
 from contratile.losses.modules import ClipLoss
 from contratile.planner.cpu_rates import process_clock
 from contratile.planner.devices import Devices
-from contratile.planner.encoder_cost import DTYPES, Precision
+from contratile.planner.encoder_cost import DTYPES, EncoderPrecision
 from contratile.planner.memory import device_memory
 from contratile.planner.step_seconds import StepSeconds, step_seconds
 from contratile.planner.tower_inputs import EncoderExample
@@ -123,7 +123,7 @@ def _step(
     encoders: list[nn.Module],
     inputs: list[Nest],
     parameters: Sequence[tuple[nn.Parameter, Tensor | None]],
-    precision: Precision,
+    precision: EncoderPrecision,
 ) -> tuple[int, float]:
     """The peak of two steps beyond what there was before, gradients included, and the seconds of the faster one."""
     cache = GradCache(encoders, ClipLoss(group=None), chunk_size=1 << 30, group=None)

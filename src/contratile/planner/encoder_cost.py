@@ -28,7 +28,7 @@ from contratile.models.towers import LockedTowerHead, Tower
 from contratile.planner.cpu_rates import OperatorClock
 from contratile.planner.live_bytes import LiveBytes
 
-Precision = Literal["fp32", "bf16", "fp16"]
+EncoderPrecision = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 HOLE_SHARE = 0.58
@@ -118,7 +118,7 @@ def encoder_cost(
     inputs: Nest,
     *,
     rows: tuple[int, int],
-    precision: Precision = "fp32",
+    precision: EncoderPrecision = "fp32",
     on_cpu: bool = True,
     clock: OperatorClock | None = None,
     notify: Callable[[str], object] = lambda text: None,
@@ -166,7 +166,7 @@ def _listed(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _passes(
-    module: nn.Module, inputs: Nest, rows: int, precision: Precision, on_cpu: bool, clock: OperatorClock | None
+    module: nn.Module, inputs: Nest, rows: int, precision: EncoderPrecision, on_cpu: bool, clock: OperatorClock | None
 ) -> tuple[PassCost, int]:
     with fake_tensors() as fake:
         encoder = fake_module(module)
@@ -225,7 +225,7 @@ def _features(encoder: nn.Module, chunk: Nest, rows: int) -> Tensor:
 
 
 @contextmanager
-def _running(precision: Precision, on_cpu: bool) -> Iterator[None]:
+def _running(precision: EncoderPrecision, on_cpu: bool) -> Iterator[None]:
     with ExitStack() as stack:
         if not on_cpu:
             stack.enter_context(_FusedAttention())

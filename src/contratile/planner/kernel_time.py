@@ -22,7 +22,7 @@ from contratile.errors import bad_value
 from contratile.planner.candidates import KernelCost
 from contratile.planner.gpus import Gpu, find
 from contratile.planner.tile_time import DEFAULT, Assumptions, TileWork, grid_clocks, tile_clocks
-from contratile.planner.traffic import Step
+from contratile.planner.traffic import StepTraffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ def kernel_time(
     if blocks == 0:
         bad_value("cost", expected=f"a block that fits on {gpu.name}", got=cost, remedy="Use a smaller tile.")
     itemsize = 2 if cost.kind == "16-bit" else 4
-    step = Step(n, d, itemsize, cost.config, gpu.processors, workspace)
+    step = StepTraffic(n, d, itemsize, cost.config, gpu.processors, workspace)
     traffic = step.forward() if cost.kernel == "forward" else step.gradient()
     work = _work(cost, d, itemsize, step.interior(cost.kernel))  # other launches are small
     if cost.kernel == "forward":

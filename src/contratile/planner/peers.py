@@ -20,7 +20,7 @@ from typing import Literal, get_args
 from contratile.errors import check_choice, check_count
 
 Peer = Literal["clip", "open_clip", "inf_cl"]
-Shape = Literal["N x N", "n x N", "N x D", "n x D"]
+TensorShape = Literal["N x N", "n x N", "N x D", "n x D"]
 FP32 = 4
 
 
@@ -30,7 +30,7 @@ class Held:
 
     what: str
     number: int
-    shape: Shape
+    shape: TensorShape
     itemsize: int | None = None
     """Bytes of an element; None: those of the features."""
 

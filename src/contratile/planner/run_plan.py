@@ -23,7 +23,7 @@ from contratile.models.towers import TowerConfig, Towers
 from contratile.planner.calibration import Calibration
 from contratile.planner.calibration import calibrate as run_chunks
 from contratile.planner.devices import Devices, parse_devices
-from contratile.planner.encoder_cost import DTYPES, EncoderCost, Precision, encoder_cost
+from contratile.planner.encoder_cost import DTYPES, EncoderCost, EncoderPrecision, encoder_cost
 from contratile.planner.memory import Memory, device_memory, disk_memory, host_memory
 from contratile.planner.search import Change, LargestBatch, best_chunk, fits, largest_batches, smallest_change
 from contratile.planner.step_seconds import StepSeconds, step_seconds
@@ -124,7 +124,7 @@ def plan(
     chunk: int | Literal["auto"] = "auto",
     sample_inputs: Sequence[Nest] | None = None,
     tokens: int = 0,
-    precision: Precision = "fp32",
+    precision: EncoderPrecision = "fp32",
     fsdp: bool = False,
     offload: Offload = "none",
     optimizer: str | MakeOptimizer = "adamw",
@@ -313,7 +313,7 @@ def _sides(
 def _costs(
     sides: tuple[EncoderExample, EncoderExample],
     rows: tuple[int, int],
-    precision: Precision,
+    precision: EncoderPrecision,
     devices: Devices,
     notify: Notify,
 ) -> list[EncoderCost]:
@@ -340,7 +340,7 @@ def _second(
     role: str,
     sides: tuple[EncoderExample, EncoderExample],
     rows: tuple[int, int],
-    precision: Precision,
+    precision: EncoderPrecision,
     devices: Devices,
     notify: Notify,
 ) -> SecondCost:

@@ -85,7 +85,7 @@ class Tiling(NamedTuple):
         return sum(rows * special for rows, _, special in self._rows())
 
 
-class Step(NamedTuple):
+class StepTraffic(NamedTuple):
     """N pairs of D features of `itemsize` bytes each. Nearly all scores are within range of their program's shift."""
 
     n: int

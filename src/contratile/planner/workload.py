@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from contratile.losses.directions import ONE_TYPE, Direction
 from contratile.planner.cpu_rates import OperatorClock
-from contratile.planner.encoder_cost import EncoderCost, Precision, fake_module, fake_tensors
+from contratile.planner.encoder_cost import EncoderCost, EncoderPrecision, fake_module, fake_tensors
 from contratile.planner.live_bytes import LiveBytes
 from contratile.ring.nodes import RingKind
 
@@ -117,7 +117,7 @@ class Workload:
     batch: int
     chunk: int
     ranks: int
-    precision: Precision = "fp32"
+    precision: EncoderPrecision = "fp32"
     fsdp: bool = False
     offload: Offload = "none"
     sides: tuple[EncoderCost, EncoderCost]

@@ -202,7 +202,7 @@ class LseReader:
         return row, col
 
 
-class Direction:
+class LseSide:
     """Log-sum-exps of the rows (or columns), and their gradients."""
 
     def __init__(self, lse2: Tensor, grad: Tensor, limit: Tensor | None = None) -> None:
@@ -237,8 +237,8 @@ class LseWeights:
 
     def __init__(
         self,
-        row: Direction | None,
-        col: Direction | None,
+        row: LseSide | None,
+        col: LseSide | None,
         *,
         rule: PairRule,
         pos: Tensor | None,

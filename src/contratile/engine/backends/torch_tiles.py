@@ -22,7 +22,7 @@ from contratile.engine.backends.block import Beside, Given, Gradients, Scores, S
 from contratile.engine.backends.torch_guide import GuidedReader, GuidedWeights, guide_limit
 from contratile.engine.backends.torch_hardness import Hardness, HardReader, HardWeights
 from contratile.engine.backends.torch_ranks import Beaten, RankReader
-from contratile.engine.backends.torch_reductions import Direction, LseReader, LseWeights, Reader, Sums, Weights
+from contratile.engine.backends.torch_reductions import LseReader, LseSide, LseWeights, Reader, Sums, Weights
 from contratile.engine.backends.torch_softplus import SoftplusReader, SoftplusWeights
 from contratile.engine.backends.torch_sums import add_sum_grads, with_class_sums
 from contratile.engine.backends.torch_teacher import CrossSums, TeacherReader, TeacherWeights
@@ -346,7 +346,7 @@ def _weights(scores: Scores, spec: Spec, given: Given) -> Weights:
     return TeacherWeights(weights, of_teacher, rule, BesideProducts(scores, teacher))
 
 
-def _direction(side: SideGrad | None, scores: Scores, spec: Spec) -> Direction | None:
+def _direction(side: SideGrad | None, scores: Scores, spec: Spec) -> LseSide | None:
     if side is None:
         return None
     lse = side.lse
@@ -354,11 +354,11 @@ def _direction(side: SideGrad | None, scores: Scores, spec: Spec) -> Direction |
     if scores.guide is not None:
         # The guide may drop all pairs of a row: any finite number will do, because all its weights are set to 0.
         lse = lse.masked_fill(lse == -torch.inf, 0)
-        return Direction(lse, side.grad, guide_limit(side.level, spec))
+        return LseSide(lse, side.grad, guide_limit(side.level, spec))
     # A row whose pairs are all excluded has -inf: use a finite floor instead.
     if spec.exclude_self or spec.filters or scores.rule.query_ids is not None:
         lse = lse.clamp(min=lowest(lse.dtype))
-    return Direction(lse, side.grad, _limit(side.level, spec))
+    return LseSide(lse, side.grad, _limit(side.level, spec))
 
 
 class BesideProducts:

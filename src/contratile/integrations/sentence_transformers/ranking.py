@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from contratile.errors import bad_value, check_choice, check_pairs
 from contratile.integrations.attributes import CheckedModule
 from contratile.integrations.sentence_transformers.citations import CPC, GTE, JINA
-from contratile.integrations.sentence_transformers.duplicates import Ids, duplicate_ids
+from contratile.integrations.sentence_transformers.duplicates import DuplicateIds, duplicate_ids
 from contratile.integrations.sentence_transformers.options import (
     Similarity,
     default_similarity,
@@ -123,7 +123,7 @@ class MultipleNegativesRankingLoss(CheckedModule):
         self.matryoshka_dims = matryoshka_dims
         self.matryoshka_weights = matryoshka_weights
         self.exclude_duplicates = exclude_duplicates
-        self._ids: Ids | None = None
+        self._ids: DuplicateIds | None = None
 
         check_directions(self.directions, partition_mode)
 
