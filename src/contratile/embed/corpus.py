@@ -1,7 +1,7 @@
 """Embedded files as a corpus to search, exactly and in memory that does not grow with their rows.
 
     corpus, towers, title = open_corpus(Path("features.npy"))
-    find(corpus, ["battery charging"], encode_queries(towers.right, ["battery charging"]), k=8, among="left")
+    find_hits(corpus, ["battery charging"], encode_queries(towers.right, ["battery charging"]), k=8, among="left")
 
 The files may come from anyone. They say which rows of which data are pictures, never which files: pictures are read by
 position from data that this user embedded or names now.
