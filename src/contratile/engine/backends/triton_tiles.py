@@ -174,7 +174,7 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
         add_up = dalpha is not None or dbias is not None
         chunks = Chunks(call, given, write=write, add_up=add_up)
         if scores.k is None:
-            _products_of_one_set(chunks, q, dq, factor)
+            _products_of_one_set(chunks, q, into, factor)
         else:
             _products_of_two_sets(chunks, q, scores.k, into, factor)
         if dcol_bias is not None:
@@ -185,7 +185,7 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
 
 
 def _products_of_two_sets(chunks: Chunks, q: Tensor, k: Tensor, into: Gradients, factor: Tensor) -> None:
-    dq, dk = into.dq, into.dk
+    dq, dk = into.dq, _unscaled(into.dk, into)
     room = None if dq is None else q.new_empty(chunks.cut.rows, q.shape[1], dtype=torch.float32)
     for rows in chunks.row_slices():
         dq_RD = None if room is None else room[: rows.stop - rows.start]
@@ -202,12 +202,12 @@ def _products_of_two_sets(chunks: Chunks, q: Tensor, k: Tensor, into: Gradients,
                 torch.mul(dq_RD, factor, out=dq[rows])
             else:
                 dq[rows].addcmul_(dq_RD, factor)
-    if dk is not None:
-        dk.mul_(factor)
+    _add_scaled(into.dk, dk, factor)
 
 
-def _products_of_one_set(chunks: Chunks, q: Tensor, dq: Tensor | None, factor: Tensor) -> None:
+def _products_of_one_set(chunks: Chunks, q: Tensor, into: Gradients, factor: Tensor) -> None:
     """Chunks on and above the diagonal; those above it also count as their transposes."""
+    dq = _unscaled(into.dq, into)
     for rows in chunks.row_slices():
         for cols in chunks.col_slices(rows):
             g_RC = chunks.compute(rows, cols)
@@ -215,8 +215,21 @@ def _products_of_one_set(chunks: Chunks, q: Tensor, dq: Tensor | None, factor: T
                 add_product_(dq[rows], g_RC, q[cols])
                 if rows != cols:
                     add_product_(dq[cols], g_RC.t(), q[rows])
-    if dq is not None:
-        dq.mul_(factor)
+    _add_scaled(into.dq, dq, factor)
+
+
+def _unscaled(total: Tensor | None, into: Gradients) -> Tensor | None:
+    """Where products are added up before they are scaled: in place, unless gradients of earlier calls are there."""
+    return torch.zeros_like(total) if into.shared and total is not None else total
+
+
+def _add_scaled(total: Tensor | None, products: Tensor | None, factor: Tensor) -> None:
+    if total is None or products is None:
+        return
+    if products is total:
+        total.mul_(factor)
+    else:
+        total.addcmul_(products, factor)
 
 
 class Chunks:
