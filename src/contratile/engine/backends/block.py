@@ -159,8 +159,8 @@ class Gradients(NamedTuple):
     """[N, D], in the queries' dtype or the accumulation dtype."""
 
     dk: Tensor | None
-    """[M, D], in the accumulation dtype, as every row block adds to it; zero-initialised, unless `shared`. For symmetric
-    scores it is `dq` itself, which must then be initialised too."""
+    """[M, D], in the accumulation dtype, as every row block adds to it; zero-initialised, unless `shared`. For
+    symmetric scores it is `dq` itself, of which the same is true then."""
 
     dalpha: Tensor | None
     dbias: Tensor | None
@@ -176,7 +176,7 @@ class Gradients(NamedTuple):
     made."""
 
     shared: bool = False
-    """Whether `dq` and `dk` may hold gradients of earlier calls, which stay in the sum."""
+    """Other calls have added to `dq` or `dk`, whose shares stay as they are."""
 
 
 class KernelError(RuntimeError):

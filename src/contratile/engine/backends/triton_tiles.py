@@ -161,7 +161,8 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
         dq += alpha g k,   dk += alpha g^T q,   dalpha += sum(g <q, k>),   dbias += sum(g)
 
     Chunks of g are written in the features' dtype. Upstream gradients are scaled to about 1 first, because 1 / N would
-    underflow in fp16; the scaling is undone at the end, together with alpha, in fp32.
+    underflow in fp16; the scaling is undone at the end, together with alpha, in fp32. Where other calls have added to
+    the same tensors, which are fp32 as the features are, each chunk is multiplied instead.
     """
     q, (dq, dk, dalpha, dbias, _, dcol_bias, *_) = scores.q, into
     if not len(q) or not len(scores.key) or not _upstream(given):
@@ -185,7 +186,7 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
 
 
 def _products_of_two_sets(chunks: Chunks, q: Tensor, k: Tensor, into: Gradients, factor: Tensor) -> None:
-    dq, dk = into.dq, _unscaled(into.dk, into)
+    dq, dk = into.dq, into.dk
     room = None if dq is None else q.new_empty(chunks.cut.rows, q.shape[1], dtype=torch.float32)
     for rows in chunks.row_slices():
         dq_RD = None if room is None else room[: rows.stop - rows.start]
@@ -193,43 +194,35 @@ def _products_of_two_sets(chunks: Chunks, q: Tensor, k: Tensor, into: Gradients,
             g_RC = chunks.compute(rows, cols)
             if dq_RD is not None:
                 add_product_(dq_RD, g_RC, k[cols], first=number_ == 0)
-            if dk is not None:
-                add_product_(dk[cols], g_RC.t(), q[rows])
             if into.dcol_bias is not None:
                 into.dcol_bias[cols] += g_RC.sum(0, dtype=torch.float32)
+            if dk is not None:
+                if into.shared:
+                    g_RC.mul_(factor)
+                add_product_(dk[cols], g_RC.t(), q[rows])
         if dq is not None and dq_RD is not None:
             if into.once:
                 torch.mul(dq_RD, factor, out=dq[rows])
             else:
                 dq[rows].addcmul_(dq_RD, factor)
-    _add_scaled(into.dk, dk, factor)
+    if dk is not None and not into.shared:
+        dk.mul_(factor)
 
 
 def _products_of_one_set(chunks: Chunks, q: Tensor, into: Gradients, factor: Tensor) -> None:
     """Chunks on and above the diagonal; those above it also count as their transposes."""
-    dq = _unscaled(into.dq, into)
+    dq = into.dq
     for rows in chunks.row_slices():
         for cols in chunks.col_slices(rows):
             g_RC = chunks.compute(rows, cols)
             if dq is not None:
+                if into.shared:
+                    g_RC.mul_(factor)
                 add_product_(dq[rows], g_RC, q[cols])
                 if rows != cols:
                     add_product_(dq[cols], g_RC.t(), q[rows])
-    _add_scaled(into.dq, dq, factor)
-
-
-def _unscaled(total: Tensor | None, into: Gradients) -> Tensor | None:
-    """Where products are added up before they are scaled: in place, unless gradients of earlier calls are there."""
-    return torch.zeros_like(total) if into.shared and total is not None else total
-
-
-def _add_scaled(total: Tensor | None, products: Tensor | None, factor: Tensor) -> None:
-    if total is None or products is None:
-        return
-    if products is total:
-        total.mul_(factor)
-    else:
-        total.addcmul_(products, factor)
+    if dq is not None and not into.shared:
+        dq.mul_(factor)
 
 
 class Chunks:
