@@ -72,7 +72,7 @@ def test_recording_ends_with_the_block() -> None:
 
 def test_record_writes_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(million, "TRIAL", 128)
-    path = million.record(512, 8, scale=14.3, samples=4, threads=1, out=tmp_path)
+    path = million.run_and_record(512, 8, scale=14.3, samples=4, threads=1, out=tmp_path)
     written = json.loads(path.read_text())
     assert written["command"].startswith("python -m contratile.bench.million --n 512 --d 8")
     assert written["measured"]["cpu_seconds"] > 0 and written["errors"]["row_lse"] < 1e-5
@@ -88,4 +88,4 @@ def test_progress_tells_how_far(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_counts_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="n: expected at least 1, got 0"):
-        million.record(0, 8, scale=1.0, samples=1, threads=1, out=tmp_path)
+        million.run_and_record(0, 8, scale=1.0, samples=1, threads=1, out=tmp_path)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from contratile.embed.units import PLAN, Row, Units
+from contratile.embed.units import PLAN, EmbeddedRow, Units
 from contratile.embed.work_folder import claim_folder, remove_folder
 from contratile.train.claim import LOCK, claim
 
@@ -20,7 +20,7 @@ def begun(folder: Path, plan: dict[str, Any]) -> Units:
     units = Units(folder, {"left": 2})
     units.open(plan)
     writer = units.writer(0)
-    writer.add([Row("a", "a", "a", 0)], {"left": torch.ones(1, 2)}, [])
+    writer.add([EmbeddedRow("a", "a", "a", 0)], {"left": torch.ones(1, 2)}, [])
     writer.finish(seen=1, cursor=None)
     return units
 

@@ -43,7 +43,7 @@ def recorded_stats() -> Iterator[list[PairStats]]:
         module.pair_stats = original
 
 
-class Side(NamedTuple):
+class SampledSide(NamedTuple):
     """What brute force finds for sampled queries: log-sum-exps, and gradients of the mean loss."""
 
     lse: Tensor
@@ -73,7 +73,7 @@ class SampledErrors(NamedTuple):
     """Standard error of that estimate."""
 
 
-def brute_force(query: Tensor, key: Tensor, scale: float, rows: Tensor, other_lse: Tensor) -> Side:
+def brute_force(query: Tensor, key: Tensor, scale: float, rows: Tensor, other_lse: Tensor) -> SampledSide:
     """Log-sum-exps and gradients of sampled queries from all their scores, in fp64 on blocks of keys.
 
     Args:
@@ -96,7 +96,7 @@ def brute_force(query: Tensor, key: Tensor, scale: float, rows: Tensor, other_ls
         weights = (scores - lse.unsqueeze(1)).exp_() + (scores - other_lse[b : b + BLOCK].double()).exp_()
         grad += weights @ k
     grad -= 2 * key[rows].double()
-    return Side(lse, grad * (scale / (2 * len(query))))
+    return SampledSide(lse, grad * (scale / (2 * len(query))))
 
 
 def sampled_errors(

@@ -165,6 +165,11 @@ def open_source(config: DataConfig, split: Split) -> Indexed | Stream:
     Raises:
         ValueError: The data does not exist, has no pairs, or the options do not fit it.
         ImportError: A package for this kind of data is missing.
+
+    Examples:
+        >>> source = open_source(DataConfig(data="icons"), "test")          # doctest: +SKIP
+        >>> source[0].right                                                  # doctest: +SKIP
+        'arrow left bold'
     """
     check_choice("split", split, ("train", "test"))
     names = config.test_names if split == "test" and config.test_names else config.names

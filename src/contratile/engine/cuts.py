@@ -1,9 +1,9 @@
 """How the scores of each visiting block are cut into tiles, and how many of them the cache keeps.
 
-    cuts = cuts_of(ring, x, spec)                # one for each block, in the order of their visits
+    cuts = cuts_of(ring, x, spec)                # one per block, in the order of visits
     for block, cut, piece in zip(trip, cuts, pieces(cache, cuts)): ...
 
-Forward and backward ask for the same cuts, so both see the same tiles in the same places of the cache.
+Forward and backward ask for the same cuts, so both find the same tiles at the same places in the cache.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Cut(NamedTuple):
 
     plan: TilePlan
     cached: int
-    """Scores of it that fit into the cache."""
+    """How many of its scores fit into the cache."""
 
 
 def cuts_of(ring: Ring, x: Inputs, spec: Spec) -> list[Cut]:
-    """The cuts of all blocks, in the order of their visits. Those that come first fill the cache."""
+    """The cuts of all blocks in the order of visits. The cache is filled by the first ones."""
     cuts, room = [], spec.cache_bytes
     for source in ring.route.visits():
         plan = tile_plan(ring, source, x, spec)
@@ -43,12 +43,12 @@ def cuts_of(ring: Ring, x: Inputs, spec: Spec) -> list[Cut]:
 
 
 def cached_items(cuts: list[Cut]) -> int:
-    """Scores of all blocks that fit into the cache."""
+    """How many scores of all blocks fit into the cache."""
     return sum(cut.cached for cut in cuts)
 
 
 def pieces(cache: Tensor | None, cuts: list[Cut]) -> Iterator[Tensor | None]:
-    """The part of the cache of each visiting block."""
+    """Yield each visiting block's part of the cache."""
     if cache is None or len(cuts) == 1:
         return repeat(cache, len(cuts))
     return iter(torch.split(cache, [cut.cached for cut in cuts]))

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from contratile.engine import reserve
 from contratile.engine.backends import registry, torch_tiles
-from contratile.engine.backends.block import Given, Gradients, SideGrad, Taughts
+from contratile.engine.backends.block import Given, Gradients, SideGrad, TeacherGrads
 from contratile.engine.backends.precision import library_products, resolve
 from contratile.engine.beside import centres, teacher_grad
 from contratile.engine.cuts import cached_items, cuts_of, pieces
 from contratile.engine.prefixes import add_norm_grads_
 from contratile.engine.spec import InputGrads, Inputs, PairStats, SideStats, Spec, Wanted, number
-from contratile.engine.stats import SideParts, Taught, accumulation_dtype
+from contratile.engine.stats import SideParts, TeacherSide, accumulation_dtype
 from contratile.engine.visitors import KeyBlock, KeyGrad, Own, alpha_of, by_key, factors_of, key_block, scores_of
 from contratile.ring.ring import Ring, RingPass
 
@@ -124,7 +124,7 @@ def backward(
         level = guide_level
     tiles = registry.choose(x, spec)
     row = _side_grad(results.row, grads.row, spec, level)
-    # A visitor's rows are this rank's columns if the scores are symmetric.
+    # With symmetric scores a visitor's rows are this rank's columns.
     col = row if symmetric else _side_grad(results.col, grads.col, spec, None)
     col_sums_grad = grads.row.sums if symmetric else grads.col.sums
     factors = factors_of(x, spec)
@@ -152,7 +152,7 @@ def backward(
         if results.teacher_pos is not None:
             theirs = None if visitor.teacher_grad is None else SideGrad(visitor.teacher_lse, visitor.teacher_grad, None)
             if row_taught is not None or theirs is not None:
-                given = given._replace(teacher=Taughts(row_taught, theirs, results.teacher_pos))
+                given = given._replace(teacher=TeacherGrads(row_taught, theirs, results.teacher_pos))
         dk = key_sum
         if dk is None and wanted.key and not symmetric:
             dk = block.zeros(x.query, alpha.dtype)
@@ -193,14 +193,14 @@ def _level_by_key(level: Tensor | None, x: Inputs, spec: Spec) -> Tensor | None:
     return level if x.key is None else by_key(level, x, spec, otherwise=torch.inf)
 
 
-def _taught(x: Inputs, spec: Spec, own: Own, mine: KeyBlock) -> tuple[Taught | None, Taught | None]:
+def _taught(x: Inputs, spec: Spec, own: Own, mine: KeyBlock) -> tuple[TeacherSide | None, TeacherSide | None]:
     """What the statistics of rows and columns need at the end."""
     if own.centre is None or own.teacher_pos is None:
         return None, None
-    row = Taught(own.centre, own.teacher_pos)
+    row = TeacherSide(own.centre, own.teacher_pos)
     if mine.centre is None:
         return row, None
-    return row, Taught(mine.centre, by_key(own.teacher_pos, x, spec, otherwise=-torch.inf))
+    return row, TeacherSide(mine.centre, by_key(own.teacher_pos, x, spec, otherwise=-torch.inf))
 
 
 def _resolved(spec: Spec, x: Inputs) -> Spec:

@@ -55,7 +55,7 @@ class KernelCost:
     """All other instructions executed per score, the product's own aside."""
 
     fp32: float = 0.0
-    """How many of `other` are fp32 additions, products and FMAs."""
+    """How many of `other` are fp32 additions, multiplications and FMAs."""
 
     counted: Arch = 80
     """The architecture whose code was counted."""

@@ -14,10 +14,10 @@ from torch import Tensor
 from contratile.ring.schedule import Hop
 from contratile.ring.team import Team, Transfer
 
-Record = tuple[Tensor | None, ...]
+Payload = tuple[Tensor | None, ...]
 """A NamedTuple of tensors with one row per key; a field that is None does not travel."""
 
-R = TypeVar("R", bound=Record)
+R = TypeVar("R", bound=Payload)
 
 _recorders: list[list[float]] = []
 
@@ -33,7 +33,7 @@ def record_waits() -> Iterator[list[float]]:
         _recorders[:] = [other for other in _recorders if other is not waits]
 
 
-def present(record: Record) -> tuple[Tensor, ...]:
+def present(record: Payload) -> tuple[Tensor, ...]:
     return tuple(x for x in record if x is not None)
 
 

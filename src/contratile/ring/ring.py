@@ -29,7 +29,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from contratile.ring.mail import Buffers, Mail, PostOffice, Record, present, record_waits
+from contratile.ring.mail import Buffers, Mail, Payload, PostOffice, present, record_waits
 from contratile.ring.schedule import Route, Schedule
 from contratile.ring.team import Team
 
@@ -37,12 +37,12 @@ __all__ = ["Block", "Ring", "RingPass", "record_waits"]
 
 
 class Gathered(Protocol):
-    """A `Record` that adds another of its kind to itself."""
+    """A `Payload` that adds another of its kind to itself."""
 
     def merge_(self, other: Any) -> None: ...
 
 
-C = TypeVar("C", bound=Record)
+C = TypeVar("C", bound=Payload)
 G = TypeVar("G", bound=Gathered)
 
 

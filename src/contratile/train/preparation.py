@@ -35,7 +35,7 @@ from contratile.train.objective import step_loss
 from contratile.train.optim import load_optimizer, make_optimizer, resolved
 from contratile.train.paths import absolute_paths
 from contratile.train.random_state import set_random_state
-from contratile.train.resume import check_options, claim_and_find_checkpoint, run_of
+from contratile.train.resume import check_resumable, claim_and_find_checkpoint, run_of
 from contratile.train.schedule import in_steps
 from contratile.train.second_model import SecondModel, check_there, load_second
 from contratile.train.setup import (
@@ -46,8 +46,8 @@ from contratile.train.setup import (
     check_texts,
     fit_batch,
     gallery_has_training,
-    negatives_of,
     steps_of,
+    used_negatives,
 )
 from contratile.train.sharding import load_model, requested_by_accelerate, sharded_like, without_foreach
 from contratile.train.zero_shot_data import ZeroShot, open_zero_shot
@@ -183,7 +183,7 @@ class PreparedRun:
         check_texts(self.source, self.config)
         check_augmentation(self.source, self.config)
         check_kept_outputs(self.config, self.source)
-        self.negatives = negatives_of(self.config, self.source)
+        self.negatives = used_negatives(self.config, self.source)
         if self.config.loss.ids == "auto" and self.config.loss.loss not in ("siglip", "ntxent"):
             ids: Literal["left", "right"] = "left" if traits_of(self.source).several_texts else "right"
             self.config = replace(self.config, loss=replace(self.config.loss, ids=ids))
@@ -317,7 +317,7 @@ class PreparedRun:
         check_recipe(facts, run_of(folder))
         changed = "" if self.second is None else self.second.changed(facts)
         self.notices += [changed] if changed else []
-        check_options(facts["config"], self.config)
+        check_resumable(facts["config"], self.config)
         load_model(self.towers, state["model"])
         load_optimizer(self.optimizer, sharded_like(state["optimizer"], self.optimizer))
         self.loader.load_state_dict(facts["loader"])

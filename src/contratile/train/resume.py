@@ -2,7 +2,7 @@
 
 folder = find_checkpoint("auto", run)           # the newest one, None if there is none
 state, facts = checkpoint.load(folder)
-check_options(facts["config"], config)
+check_resumable(facts["config"], config)
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def run_of(folder: Path) -> Path:
     return folder.parent.parent
 
 
-def check_options(saved: Mapping[str, Mapping[str, Any]], config: TrainConfig) -> None:
+def check_resumable(saved: Mapping[str, Mapping[str, Any]], config: TrainConfig) -> None:
     """Refuse options that do not fit the weights and the optimiser of a checkpoint.
 
     Args:

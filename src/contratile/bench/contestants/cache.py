@@ -7,11 +7,13 @@
 All do the same work: one encoder with dropout for queries and documents, and InfoNCE with scale 20.
 """
 
+import importlib.util
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -208,22 +210,28 @@ class GradCacheStep(TrainingStep):
     """The package GradCache with its own loss class. It is told to cut padding per chunk, which is not its default."""
 
     def prepare(self) -> None:
-        import gradcache
-
-        # It imports itself under a name that its distribution does not install.
-        sys.modules.setdefault("grad_cache", gradcache)
-        from gradcache.grad_cache import GradCache as TheirCache
         from gradcache.loss import SimpleContrastiveLoss
 
         their_loss = SimpleContrastiveLoss()
         loss = lambda query, document: their_loss(SCALE * query, document)  # noqa: E731
         encoder = self.problem.encoder
-        self.cache: Any = TheirCache([encoder, encoder], self.problem.chunk, loss, split_input_fn=cut_chunks)
+        self.cache: Any = grad_cache_class()([encoder, encoder], self.problem.chunk, loss, split_input_fn=cut_chunks)
         self.cache.build_cache = self.timed(self.cache.build_cache)
 
     def run(self) -> Tensor:
         loss: Tensor = self.cache.cache_step(*self.problem.sides)
         return loss
+
+
+def grad_cache_class() -> Any:
+    """`GradCache` of the package, whose module imports its siblings as `grad_cache` but is installed as `gradcache`."""
+    spec = importlib.util.find_spec("gradcache.grad_cache")
+    if spec is None or spec.origin is None:
+        raise ImportError("gradcache has no module grad_cache", name="gradcache")
+    source = Path(spec.origin).read_text(encoding="utf-8").replace("from grad_cache.", "from gradcache.")
+    module: dict[str, Any] = {"__name__": spec.name}
+    exec(compile(source, spec.origin, "exec"), module)
+    return module["GradCache"]
 
 
 class SentenceTransformersStep(TrainingStep):

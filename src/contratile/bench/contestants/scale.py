@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from contratile import clip_loss
-from contratile.bench.contestants.loss import LossStep, backward
+from contratile.bench.contestants.loss import LossStep, with_backward
 from contratile.engine.plan import plan_tiles
 from contratile.losses.functional import pair_lse
 from contratile.planner.peers import Peer, peer_loss_bytes
@@ -68,7 +68,7 @@ def simulated(name: str, world: int, nodes: int = 1) -> tuple[LossStep, Simulate
             return clip_loss(image, text, scale, group=rank, ring=ring)
         return torch.stack([x.sum() for x in pair_lse(image, text, scale, group=rank, ring=ring)]).sum()
 
-    return backward(loss), rank
+    return with_backward(loss), rank
 
 
 def _inf_cl(world: int) -> LossStep:
@@ -104,7 +104,7 @@ def _inf_cl(world: int) -> LossStep:
         result: Tensor = (rows + cols) / 2
         return result
 
-    return backward(loss)
+    return with_backward(loss)
 
 
 EDGE = 512

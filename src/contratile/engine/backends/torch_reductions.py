@@ -1,10 +1,11 @@
-"""What happens to a tile of scores: readers reduce it to vectors, weights turn it into the gradient g. Here for
-log-sum-exps of rows and columns, with
+"""What happens to a tile of scores: readers reduce it to vectors, weights turn it into the gradient g.
+
+This file has them for log-sum-exps of rows and columns, with
 
     g = row.grad exp2(s - row.lse2) + col.grad exp2(s - col.lse2)
 
-Others are in `torch_softplus.py`, `torch_ranks.py` (readers only), and built on these in `torch_guide.py`,
-`torch_hardness.py` and `torch_teacher.py`.
+`torch_softplus.py` and `torch_ranks.py` (readers only) have others; `torch_guide.py`, `torch_hardness.py` and
+`torch_teacher.py` extend the ones here.
 
 Scores of excluded pairs are -inf and contribute nothing. A `limit` drops, for one side, the pairs whose product is
 above it, except the positive. Comparisons with the positives use products, before alpha: rounding after the
@@ -31,7 +32,7 @@ class Reader(Protocol):
         """Read the scores without changing them; `spare_RC` is scratch."""
 
     def parts(self) -> tuple[SideParts, SideParts]:
-        """After the last tile: what was gathered for the rows and for the columns."""
+        """After the last tile: the statistics of the rows and of the columns."""
 
 
 class Weights(Protocol):
@@ -134,8 +135,8 @@ class LseReader:
     """Log-sum-exps of the rows, the columns, or both.
 
     The shift is guessed from the previous tile. If all sums are in range the guess was good; otherwise the maxima are
-    read and every side gets its own exp2. Reading the maxima would synchronise a GPU, so GPUs always use two exp2, and
-    so do sides with limits.
+    read and every side gets its own exp2. Reading the maxima would synchronise a GPU, so on GPUs, and with limits,
+    every side always has its own exp2.
     """
 
     def __init__(
@@ -187,10 +188,10 @@ class LseReader:
         return [e_RC.sum(dim) for dim, _, _ in sides]
 
     def seen(self, e_RC: Tensor, dim: int, side: Sums, index: slice, level: Tensor | None) -> None:
-        """Called for the exponentials that were just added to a side, at a level or at the shared shift."""
+        """Hook for subclasses: these exponentials were just added to a side, at a level or at the shared shift."""
 
     def _below(self, limit: Tensor, s_RC: Tensor, out: Tensor, tile: Tile) -> Tensor:
-        """The scores of the positives and of all products up to a limit."""
+        """The scores of the positives and of all pairs within a limit."""
         out.copy_(s_RC).masked_fill_((s_RC if self.by is None else self.by) > limit, -torch.inf)
         for at, true in zip(self.rule.places(out, tile), self.rule.places(s_RC, tile), strict=True):
             at.put_(true.get())
@@ -201,7 +202,7 @@ class LseReader:
         return row, col
 
 
-class Direction:
+class LseSide:
     """Log-sum-exps of the rows (or columns), and their gradients."""
 
     def __init__(self, lse2: Tensor, grad: Tensor, limit: Tensor | None = None) -> None:
@@ -236,8 +237,8 @@ class LseWeights:
 
     def __init__(
         self,
-        row: Direction | None,
-        col: Direction | None,
+        row: LseSide | None,
+        col: LseSide | None,
         *,
         rule: PairRule,
         pos: Tensor | None,
@@ -277,7 +278,7 @@ class LseWeights:
         return part(self._both if both else self._own, rows)
 
     def one_side(self, *, row: bool) -> LseWeights:
-        """The same for negatives of rows alone, or of columns alone."""
+        """The weights of the rows alone, or of the columns alone, without positives."""
         rule = PairRule()
         return LseWeights(
             self.row if row else None, None if row else self.col, rule=rule, pos=None, pos_grad=None, mirrored=False

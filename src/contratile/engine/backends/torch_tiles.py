@@ -22,7 +22,7 @@ from contratile.engine.backends.block import Beside, Given, Gradients, Scores, S
 from contratile.engine.backends.torch_guide import GuidedReader, GuidedWeights, guide_limit
 from contratile.engine.backends.torch_hardness import Hardness, HardReader, HardWeights
 from contratile.engine.backends.torch_ranks import Beaten, RankReader
-from contratile.engine.backends.torch_reductions import Direction, LseReader, LseWeights, Reader, Sums, Weights
+from contratile.engine.backends.torch_reductions import LseReader, LseSide, LseWeights, Reader, Sums, Weights
 from contratile.engine.backends.torch_softplus import SoftplusReader, SoftplusWeights
 from contratile.engine.backends.torch_sums import add_sum_grads, with_class_sums
 from contratile.engine.backends.torch_teacher import CrossSums, TeacherReader, TeacherWeights
@@ -157,7 +157,7 @@ def _rank_reader(scores: Scores, spec: Spec) -> RankReader | None:
 
 
 def _limits(scores: Scores, spec: Spec) -> tuple[Tensor | None, Tensor | None]:
-    """Of rows and columns: the highest product that counts, the guide's if there is one."""
+    """The limits of rows and columns: the highest product that counts, or guide product if there is a guide."""
     if scores.guide is not None:
         return guide_limit(scores.guide.row, spec), guide_limit(scores.guide.col, spec)
     return _limit(scores.row_level, spec), _limit(scores.col_level, spec)
@@ -201,7 +201,7 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
     g_RC = weights of s_RC, + pos_grad where a column is the row's positive
     dq += alpha g k,   dk += g^T (alpha q),   dalpha += sum(g * (s - bias)) / alpha,   dbias += sum(g)
 
-    With prefixes each has its g; a block of features is multiplied with the sum of those of all prefixes it is in.
+    Each prefix has its own g; a block of features is multiplied by the sum of the g of all prefixes that contain it.
     """
     plan, (dq, dk, dalpha, _, once, *_) = scores.plan, into
     assert dk is None or dk.dtype == scores.alpha.dtype, "key gradients accumulate over row blocks, in full precision"
@@ -346,19 +346,19 @@ def _weights(scores: Scores, spec: Spec, given: Given) -> Weights:
     return TeacherWeights(weights, of_teacher, rule, BesideProducts(scores, teacher))
 
 
-def _direction(side: SideGrad | None, scores: Scores, spec: Spec) -> Direction | None:
+def _direction(side: SideGrad | None, scores: Scores, spec: Spec) -> LseSide | None:
     if side is None:
         return None
     lse = side.lse
     assert lse is not None
     if scores.guide is not None:
-        # A row that the guide left without pairs: any finite number will do, as all its weights are set to 0.
+        # The guide may drop all pairs of a row: any finite number will do, because all its weights are set to 0.
         lse = lse.masked_fill(lse == -torch.inf, 0)
-        return Direction(lse, side.grad, guide_limit(side.level, spec))
+        return LseSide(lse, side.grad, guide_limit(side.level, spec))
     # A row whose pairs are all excluded has -inf: use a finite floor instead.
     if spec.exclude_self or spec.filters or scores.rule.query_ids is not None:
         lse = lse.clamp(min=lowest(lse.dtype))
-    return Direction(lse, side.grad, _limit(side.level, spec))
+    return LseSide(lse, side.grad, _limit(side.level, spec))
 
 
 class BesideProducts:

@@ -1,4 +1,4 @@
-"""What cached losses share: their columns go through the model in mini-batches, and twice."""
+"""What the cached losses share: columns go through the model in mini-batches, twice."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FLAT = {
 
 
 class MiniBatches:
-    """For a loss with `model` and `compute_loss_from_embeddings`: batches of any size, with `contratile.GradCache`."""
+    """Mixin for losses with `model` and `compute_loss_from_embeddings`: batches of any size, by GradCache."""
 
     model: nn.Module
     compute_loss_from_embeddings: Callable[..., Tensor]
@@ -45,7 +45,7 @@ class MiniBatches:
         keep_graphs: KeepGraphs,
         memory_limit: int | None,
     ) -> None:
-        """The part of the constructor."""
+        """Store the options of the cache."""
         check_count("mini_batch_size", mini_batch_size, least=1)
         if mini_batch_num_tokens is not None:
             check_count("mini_batch_num_tokens", mini_batch_num_tokens, least=1)
@@ -91,7 +91,7 @@ class MiniBatches:
     def _cache(self, whole: bool) -> GradCache:
         """The cache for whole columns, which it sorts and cuts, or for mini-batches that are already cut.
 
-        It is kept for later steps: what it found about the model in the first is still true.
+        It is kept for later steps, with what it found out about the model in the first one.
         """
         known = self._caches.get(whole)
         if known is None or known[0] is not self.model:
@@ -116,7 +116,7 @@ class MiniBatches:
         return self._caches[True][1].padding if True in self._caches else Padding()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies make caches of their own."""
+        """Copies of the loss make caches of their own."""
         return {**self.__dict__, "_caches": {}}
 
     def calculate_loss(self, reps: list[list[Tensor]], labels: Any = None, *, with_backward: bool = False) -> Tensor:
@@ -134,7 +134,7 @@ class MiniBatches:
         return loss.detach()
 
     def _mini_batches(self, features: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """Cut with the package's own functions, so that dropout draws the same masks; plain slices without them."""
+        """Cut with the package's own functions if they are loaded, so that dropout draws the same masks; else slice."""
         for name, remedy in _FLAT.items():
             if name in features:
                 got = f"flattened ones with {name}"
