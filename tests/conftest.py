@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 import re
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +16,15 @@ import torch.distributed as dist
 
 from tests.ranks import close_pools
 
-# The tests use small tensors, for which more threads are slower, most of all on a busy machine.
-# `python -m tests.instruction_sets` sets more, to check that no result depends on their number.
-torch.set_num_threads(int(os.environ.get("CONTRATILE_TEST_THREADS", "1")))
+# The tests use small tensors, for which more threads are slower, most of all on a busy machine: also in processes that
+# tests start. `python -m tests.instruction_sets` sets more, to check that no result depends on their number.
+THREADS = os.environ.get("CONTRATILE_TEST_THREADS", "1")
+torch.set_num_threads(int(THREADS))
+os.environ.update(OMP_NUM_THREADS=THREADS, TOKENIZERS_PARALLELISM="false")
+
+# A shell starts what it runs in the background with interrupts ignored, and commands that tests interrupt inherit it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # huggingface_hub reads it when it is imported. The tests use models of installed packages only.
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -177,7 +177,7 @@ def test_a_resumed_run_keeps_its_chunk(table: Path, tmp_path: Path, monkeypatch:
     Trainer(small(table, tmp_path / "run", chunk="auto", save_every=3)).run()
     Trainer(small(table, tmp_path / "other", chunk=7, steps=2)).run()
 
-    def never(*args: Any) -> None:
+    def never(*args: Any, **options: Any) -> None:
         raise AssertionError("searched again")
 
     monkeypatch.setattr("contratile.train.chunk.find_chunk", never)

@@ -109,6 +109,7 @@ def backward(
     # dq accumulates in full precision over several blocks, both sides of a tile, or class sums. Otherwise each row is
     # written once.
     query_sum, key_sum = (None, None) if into is None else into[:2]
+    shared = query_sum is not None or key_sum is not None
     once = alone and not symmetric and not spec.sums and not spec.prefixes and query_sum is None
     dtype = x.query.dtype if once and not full else alpha.dtype
     make = torch.empty if once and ring.sizes[0] else torch.zeros
@@ -161,7 +162,7 @@ def backward(
             block.gathered = KeyGrad(dk, dkey_bias, dkey_norm)
         # With `key=None` both ranks compute their shared tiles, so each takes half.
         dalpha = alpha.new_zeros(()) if dscale is not None and symmetric and not block.home else dscale
-        out = Gradients(dq, dq if mirrored else dk, dalpha, dbias, once, dkey_bias, dnorm, dkey_norm)
+        out = Gradients(dq, dq if mirrored else dk, dalpha, dbias, once, dkey_bias, dnorm, dkey_norm, shared)
         with library_products(spec.precision, x.query):
             tiles.backward(scores, spec, given, out)
         if dscale is not None and dalpha is not None and dalpha is not dscale:

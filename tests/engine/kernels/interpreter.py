@@ -16,8 +16,6 @@ Importing it sets TRITON_INTERPRET=1, which triton reads when a kernel is decora
 - a lane that is masked off, without an `other`, holds NaN: on a GPU it holds anything.
 """
 
-import functools
-import math
 import os
 import random
 import sys
@@ -42,6 +40,7 @@ from torch import Tensor
 from triton.runtime import interpreter as stock
 from triton.runtime.errors import InterpreterError
 
+from tests.engine.kernels import quick_interpreter  # noqa: F401 - the same, in less time
 from tests.engine.kernels.floats import Array, from_bf16, to_bf16, to_tf32
 
 Builder = stock.InterpreterBuilder
@@ -174,36 +173,6 @@ Builder.cast_impl, Builder.create_fp_to_fp = _cast, _convert
 Builder.binary_op, Builder.unary_op = _binary, _unary
 
 
-# --- speed --------------------------------------------------------------------------------------------------------
-
-# What the stock interpreter makes anew for every value that a kernel computes, which is most of what it does.
-
-
-def _numpy_dtype(dtype: Any) -> Any:
-    return _numpy_dtypes.get(dtype.scalar.name) or _numpy_dtypes.setdefault(dtype.scalar.name, _stock_dtype(dtype))
-
-
-@functools.cache
-def _shape(shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """A shape and its number of elements as a value holds them."""
-    return tl.core.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
-
-
-def _begin(self: Any, handle: Any, type: Any) -> None:
-    self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = _shape(type.shape if type.is_block() else ())
-
-
-def _equal(self: Any, other: Any) -> bool:
-    return self is other or _stock_equal(self, other)
-
-
-_numpy_dtypes: dict[str, Any] = {}
-_stock_dtype, _stock_equal = stock._get_np_dtype, tl.core.dtype.__eq__
-stock._get_np_dtype = _numpy_dtype
-tl.core.tensor.__init__, tl.core.dtype.__eq__ = _begin, _equal
-
-
 # --- memory -------------------------------------------------------------------------------------------------------
 
 TAG = 48
@@ -328,7 +297,7 @@ _stock_load, _stock_store = Builder.create_masked_load, Builder.create_masked_st
 _stock_rmw, _stock_cas = Builder.create_atomic_rmw, Builder.create_atomic_cas
 _stock_place = Builder.set_grid_idx
 _stock_run, _stock_arguments = stock.GridExecutor.__call__, stock.GridExecutor._init_args_hst
-_stock_as_pointer, _stock_patch = stock._implicit_cvt, stock._patch_lang
+_stock_as_pointer = stock._implicit_cvt
 
 
 def _load(self: Any, ptrs: Any, mask: Any, other: Any, *hints: Any) -> Any:
@@ -386,23 +355,9 @@ def _place(self: Any, x: int, y: int, z: int) -> None:
     _stock_place(self, x, y, z)
 
 
-_patched: set[tuple[bool, bool]] = set()
-
-
-def _patch(fn: Any) -> Any:
-    """Patch `triton.language` once per launch, where the stock interpreter does at every call of a device function."""
-    modules = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
-    key = tl in modules, tl.core in modules
-    if key in _patched:
-        return stock._LangPatchScope()
-    _patched.add(key)
-    return _stock_patch(fn)
-
-
 def _run(self: Any, *args: Any, **kwargs: Any) -> None:
     global _launch
     _launch = Launch(self.fn.__name__)
-    _patched.clear()
     try:
         with np.errstate(all="ignore"):  # lanes that are masked off may compute anything
             _stock_run(self, *args, **kwargs)
@@ -421,4 +376,4 @@ Builder.set_grid_idx = _place
 stock.GridExecutor.__call__, stock.GridExecutor._init_args_hst = _run, _arguments
 # Arguments are CPU tensors: the kernel wrote to their own memory, and there is nothing to copy back.
 stock.GridExecutor._restore_args_dev = lambda *_: None
-stock._implicit_cvt, stock._patch_lang = _as_pointer, _patch
+stock._implicit_cvt = _as_pointer

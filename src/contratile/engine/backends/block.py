@@ -159,8 +159,8 @@ class Gradients(NamedTuple):
     """[N, D], in the queries' dtype or the accumulation dtype."""
 
     dk: Tensor | None
-    """[M, D], in the accumulation dtype, as every row block adds to it; must be zero-initialised. For symmetric scores
-    it is `dq` itself, which must then be zero-initialised too."""
+    """[M, D], in the accumulation dtype, as every row block adds to it; zero-initialised, unless `shared`. For
+    symmetric scores it is `dq` itself, of which the same is true then."""
 
     dalpha: Tensor | None
     dbias: Tensor | None
@@ -174,6 +174,9 @@ class Gradients(NamedTuple):
     dcol_norm: Tensor | None = None
     """[N, prefixes] and [M, prefixes], zero-initialised: sums of score times gradient, of which gradients of norms are
     made."""
+
+    shared: bool = False
+    """Other calls have added to `dq` or `dk`, whose shares stay as they are."""
 
 
 class KernelError(RuntimeError):

@@ -161,7 +161,8 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
         dq += alpha g k,   dk += alpha g^T q,   dalpha += sum(g <q, k>),   dbias += sum(g)
 
     Chunks of g are written in the features' dtype. Upstream gradients are scaled to about 1 first, because 1 / N would
-    underflow in fp16; the scaling is undone at the end, together with alpha, in fp32.
+    underflow in fp16; the scaling is undone at the end, together with alpha, in fp32. Where other calls have added to
+    the same tensors, which are fp32 as the features are, each chunk is multiplied instead.
     """
     q, (dq, dk, dalpha, dbias, _, dcol_bias, *_) = scores.q, into
     if not len(q) or not len(scores.key) or not _upstream(given):
@@ -174,7 +175,7 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
         add_up = dalpha is not None or dbias is not None
         chunks = Chunks(call, given, write=write, add_up=add_up)
         if scores.k is None:
-            _products_of_one_set(chunks, q, dq, factor)
+            _products_of_one_set(chunks, q, into, factor)
         else:
             _products_of_two_sets(chunks, q, scores.k, into, factor)
         if dcol_bias is not None:
@@ -193,29 +194,34 @@ def _products_of_two_sets(chunks: Chunks, q: Tensor, k: Tensor, into: Gradients,
             g_RC = chunks.compute(rows, cols)
             if dq_RD is not None:
                 add_product_(dq_RD, g_RC, k[cols], first=number_ == 0)
-            if dk is not None:
-                add_product_(dk[cols], g_RC.t(), q[rows])
             if into.dcol_bias is not None:
                 into.dcol_bias[cols] += g_RC.sum(0, dtype=torch.float32)
+            if dk is not None:
+                if into.shared:
+                    g_RC.mul_(factor)
+                add_product_(dk[cols], g_RC.t(), q[rows])
         if dq is not None and dq_RD is not None:
             if into.once:
                 torch.mul(dq_RD, factor, out=dq[rows])
             else:
                 dq[rows].addcmul_(dq_RD, factor)
-    if dk is not None:
+    if dk is not None and not into.shared:
         dk.mul_(factor)
 
 
-def _products_of_one_set(chunks: Chunks, q: Tensor, dq: Tensor | None, factor: Tensor) -> None:
+def _products_of_one_set(chunks: Chunks, q: Tensor, into: Gradients, factor: Tensor) -> None:
     """Chunks on and above the diagonal; those above it also count as their transposes."""
+    dq = into.dq
     for rows in chunks.row_slices():
         for cols in chunks.col_slices(rows):
             g_RC = chunks.compute(rows, cols)
             if dq is not None:
+                if into.shared:
+                    g_RC.mul_(factor)
                 add_product_(dq[rows], g_RC, q[cols])
                 if rows != cols:
                     add_product_(dq[cols], g_RC.t(), q[rows])
-    if dq is not None:
+    if dq is not None and not into.shared:
         dq.mul_(factor)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from contratile.cli import main
 from contratile.doctor import accuracy
+from tests.engine.kernels import quick_interpreter  # noqa: F401 - half the time
 
 # Excluded pairs have a product of -3e38: the interpreter as it is warns when it is multiplied by the scale.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")

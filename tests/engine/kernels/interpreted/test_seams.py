@@ -9,9 +9,14 @@ import torch
 from torch import Tensor
 
 import contratile as ct
+from contratile.engine.autograd import pair_stats
 from contratile.engine.backends import registry
 from contratile.engine.backends.block import KernelError
 from contratile.engine.backends.triton_launch import Launch
+from contratile.engine.spec import Inputs, Spec
+from contratile.engine.summed import summed
+from contratile.ring.ring import Ring
+from contratile.ring.team import ALONE
 from tests.helpers import run
 
 HOW: dict[str, Any] = {"backend": "triton", "tile": 16, "group": None}
@@ -46,6 +51,25 @@ def test_scores_that_kernels_kept_are_not_read_by_torch(
     monkeypatch.undo()
     for a, b in zip([*got.values, *got.grads, *grads], [*true.values, *true.grads, *true.grads[:2]], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [7.0, 0.0])
+def test_shares_of_several_calls_stay_as_they_are(scale: float) -> None:
+    """Every call adds to what is there, whether its features are queries, keys or both."""
+
+    def loss(how: dict[str, Any], q: Tensor, k: Tensor, s: Tensor) -> Tensor:
+        ring, spec = Ring.flat(ALONE, (len(q),), total=len(q)), Spec(tile=16, **how)
+        calls = [Inputs(q, k, s), Inputs(q, None, s), Inputs(k, q, s), Inputs(k, None, s)]
+        every = [pair_stats(ring, x, spec) for x in (*calls, *calls)]  # each after all others
+        return torch.cat([stats.nats(stats.row.total) for stats in every if stats.row.total is not None]).square().sum()
+
+    leaves = [numbers(20, 8, seed=seed, kind="ieee").requires_grad_() for seed in (1, 2)]
+    s = torch.tensor(scale, requires_grad=True)
+    got = torch.autograd.grad(loss({"backend": "triton"}, *map(summed, leaves), s), [*leaves, s])
+    exact = [x.detach().double().requires_grad_() for x in (*leaves, s)]
+    true = torch.autograd.grad(loss({"backend": "dense"}, *exact), exact)
+    for mine, other in zip(got, true, strict=True):
+        torch.testing.assert_close(mine.double(), other, rtol=1e-4, atol=1e-5 * (1 + float(other.abs().max())))
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-3, -2.0])

@@ -15,6 +15,7 @@ from contratile.engine.backends import triton_launch
 from contratile.engine.backends.triton_configs import Config, candidates, config_for
 from contratile.engine.backends.triton_configs import Kernel as KernelName
 from contratile.engine.backends.triton_launch import Launch
+from tests.engine.kernels import quick_interpreter  # noqa: F401 - half the time
 from tests.helpers import features
 
 CPU = torch.device("cpu")
