@@ -16,7 +16,7 @@ from contratile.keywords import known_keywords
 from contratile.losses.batch_stats import BatchStats
 from contratile.losses.beside import Guide, LossTerms, Teacher
 from contratile.losses.call import Call
-from contratile.losses.cross_entropy import assemble, cross_entropies
+from contratile.losses.cross_entropy import cross_entropies, loss_and_extras
 from contratile.losses.directions import Direction, Directions, HardnessMode, PartitionMode
 from contratile.losses.options import Ids, PairOptions
 from contratile.reference import Reduction
@@ -283,4 +283,4 @@ def info_nce(
     labels = torch.arange(len(query), device=query.device) if labels is None else labels.long()
     losses = cross_entropies(query, key, scale, labels, options, spec, rings)
     mean_of_two = spec.cols and partition_mode == "per_direction"
-    return assemble(call, losses, rings, share=0.5 if mean_of_two else 1.0)
+    return loss_and_extras(call, losses, rings, share=0.5 if mean_of_two else 1.0)
