@@ -59,12 +59,6 @@ class PairOptions(NamedTuple):
     hard_guide: Tensor | None = None
 
     @property
-    def matryoshka(self) -> Matryoshka | None:
-        if self.matryoshka_dims is None:
-            return None
-        return Matryoshka.of(self.matryoshka_dims, self.matryoshka_weights, self.matryoshka_normalize)
-
-    @property
     def several_sources(self) -> bool:
         """Whether queries get gradients from several calls."""
         same = "query_to_query" in self.more.names
@@ -86,8 +80,14 @@ class PairOptions(NamedTuple):
         query_ids, key_ids = (self.ids, self.ids) if isinstance(self.ids, Tensor) else self.ids
         return query_ids.long(), key_ids.long()
 
+    @property
+    def matryoshka(self) -> Matryoshka | None:
+        if self.matryoshka_dims is None:
+            return None
+        return Matryoshka.of(self.matryoshka_dims, self.matryoshka_weights, self.matryoshka_normalize)
+
     def check(self, query: Tensor, key: Tensor, scale: Tensor | float, spec: Spec) -> None:
-        """Refuse unusable values, and options that cannot be combined."""
+        """Refuse what cannot be used, and combinations that mean nothing."""
         self._check_ids(query, key)
         self._check_same_id()
         self._check_in_batch_negatives()
