@@ -118,7 +118,10 @@ class PostOffice:
         """
         leaving = tuple(x.contiguous() for x in present(record))
         arriving = tuple(self.buffers.take(x, size) for x in leaving)
-        transfers = self.team.post(leaving, arriving, hop, tag=self._tag, across=across)
+        try:
+            transfers = self.team.post(leaving, arriving, hop, tag=self._tag, across=across)
+        except RuntimeError as error:  # the peer is known to be gone already
+            raise self.team.lost(error, f"to pass a block on (from rank {hop.origin})") from error
         self._tag += len(leaving)
         mail = Mail(self.team, transfers, leaving, _filled(record, arriving), hop.origin)
         self._sent = [other for other in self._sent if other.transfers] + [mail]
