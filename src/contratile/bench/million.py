@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from contratile.bench.contestants.loss import LossProblem
-from contratile.bench.sampled_check import SampledErrors, recorded_stats, sampled_errors
+from contratile.bench.sampled_check import SampledErrors, sampled_errors
 from contratile.engine.plan import plan_tiles
 from contratile.errors import check_count
 from contratile.host_memory import peak_growth, status_bytes
-from contratile.losses.functional import clip_loss
+from contratile.losses.functional import clip_loss, pair_lse
 from contratile.machine import environment
 
 TRIAL = 32768
@@ -105,10 +105,12 @@ def measure(n: int, d: int, *, scale: float, samples: int) -> tuple[MeasuredStep
         value.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         spent.update(seconds=time.perf_counter() - wall, cpu_seconds=time.process_time() - cpu, value=value.item())
 
-    with recorded_stats() as found, progress(expected):
+    with progress(expected):
         growth = peak_growth(step)
     peak = None if growth is None else status_bytes("VmHWM")
-    errors = sampled_errors(image, text, factor, spent["value"], found[-1], samples=samples)
+    with torch.no_grad():
+        lse = pair_lse(image, text, factor, group=None)
+    errors = sampled_errors(image, text, factor, spent["value"], lse, samples=samples)
     assert image.grad is not None and text.grad is not None and factor.grad is not None
     gradients = image.grad.nbytes + text.grad.nbytes
     mib = 1 << 20

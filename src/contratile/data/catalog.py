@@ -59,7 +59,7 @@ class DataConfig:
     """Hard negatives per pair; of more, some are chosen for each epoch. 0: use none. Not given: as in the first row."""
 
     root: Path | None = None
-    """Folder of a table's images; paths out of it are refused. Without it paths are relative to the table."""
+    """Folder of a table's images; paths that lead out of it are refused. Without it paths are relative to the table."""
 
     test_share: float = 0.1
     """Share of the pairs that is held out by hash if the data has no test split."""

@@ -143,17 +143,9 @@ def embed_source(
     rows = sum(unit.rows for unit in done.values())
     if ranks.rank == 0:
         assert list(done) == list(range(len(done))), "units without a gap"
-        record = Record(
-            run=str(run.resolve()) if run else "",
-            step=step,
-            weights=weights,
-            sides=sides,
-            kinds=source.kinds,
-            names=side_names(source),
-            rows=rows,
-            width=units.widths[sides[0]],
-            data=dict(facts or {}),
-        )
+        made_by: dict[str, Any] = {"run": str(run.resolve()) if run else "", "step": step, "weights": weights}
+        made_from: dict[str, Any] = {"kinds": source.kinds, "names": side_names(source), "data": dict(facts or {})}
+        record = Record(**made_by, **made_from, sides=sides, rows=rows, width=units.widths[sides[0]])
         output.write(units, done, record)
         remove_folder(units.folder)
     ranks.wait()

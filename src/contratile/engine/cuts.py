@@ -28,11 +28,11 @@ class Cut(NamedTuple):
 
     plan: TilePlan
     cached: int
-    """How many of its scores fit into the cache."""
+    """Scores of it that fit into the cache."""
 
 
 def cuts_of(ring: Ring, x: Inputs, spec: Spec) -> list[Cut]:
-    """The cuts of all blocks in the order of visits. The cache is filled by the first ones."""
+    """The cuts of all blocks, in the order of their visits. Those that come first fill the cache."""
     cuts, room = [], spec.cache_bytes
     for source in ring.route.visits():
         plan = tile_plan(ring, source, x, spec)
@@ -43,12 +43,12 @@ def cuts_of(ring: Ring, x: Inputs, spec: Spec) -> list[Cut]:
 
 
 def cached_items(cuts: list[Cut]) -> int:
-    """How many scores of all blocks fit into the cache."""
+    """Scores of all blocks that fit into the cache."""
     return sum(cut.cached for cut in cuts)
 
 
 def pieces(cache: Tensor | None, cuts: list[Cut]) -> Iterator[Tensor | None]:
-    """Yield each visiting block's part of the cache."""
+    """The part of the cache of each visiting block."""
     if cache is None or len(cuts) == 1:
         return repeat(cache, len(cuts))
     return iter(torch.split(cache, [cut.cached for cut in cuts]))

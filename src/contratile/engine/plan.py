@@ -20,10 +20,10 @@ WORKSPACE_LIMIT = 40 * MiB
 """Upper limit on the scratch memory of an automatic plan, for any N, M and D."""
 
 _TILES = 3
-"""Tiles alive at once: scores, gradient and scratch; or product, factors and scratch beside those of prefixes."""
+"""Tiles alive at once: scores, gradient and scratch; with prefixes product, factors and scratch, plus theirs."""
 
 _BESIDE = 2
-"""Further tiles beside those of a teacher or a guide: its products and scratch."""
+"""Further tiles with a teacher or a guide: its products and scratch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +77,10 @@ class TilePlan:
     """Height of tiles on the diagonal of symmetric scores: half of each diagonal tile is wasted, so they are small."""
 
     prefixes: int = 0
-    """Tiles of how many prefixes of the features are alive besides."""
+    """Additional tiles alive at once, one for each prefix of the features."""
 
     beside: int = 0
-    """Features of another model whose products are computed beside; 0: there is none."""
+    """Features of a teacher or a guide, whose products are computed too; 0: there is none."""
 
     def __post_init__(self) -> None:
         assert not self.symmetric or (self.n == self.m and self.rows == self.cols), "symmetric tiles are square"

@@ -113,7 +113,7 @@ class Spec(NamedTuple):
     """None follows `torch.get_float32_matmul_precision()`. The passes read it: a compiler cannot trace that call."""
 
     dims: tuple[int, ...] | None = None
-    """Dimensions of Matryoshka (64, 128, ...), ascending: statistics get a last axis for them."""
+    """Ask for the scores of the first 64, 128, ... features, ascending: statistics get an axis for them."""
 
     normalize: bool = False
     """With `dims`: divide each truncated row by its norm."""

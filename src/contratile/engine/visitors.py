@@ -74,7 +74,7 @@ class Own(NamedTuple):
 
 
 def key_block(x: Inputs, spec: Spec, alpha: Tensor) -> KeyBlock:
-    """What travels with this rank's keys in both passes."""
+    """What of this rank's keys travels in both passes."""
     bias = _key_bias(x, spec, alpha)
     return KeyBlock(x.keys, x.key_ids, bias=bias, teacher=x.teacher_key, guide=x.guide_keys)
 

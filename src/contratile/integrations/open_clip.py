@@ -293,6 +293,9 @@ def create_loss(args: Any) -> nn.Module:
 
     Raises:
         ValueError: The arguments ask for Horovod.
+
+    Examples:
+        >>> loss = create_loss(open_clip_train.params.parse_args(["--siglip"]))      # doctest: +SKIP
     """
     _refuse_horovod(getattr(args, "horovod", False))
     if getattr(args, "distill", False):

@@ -16,7 +16,7 @@ from contratile.keywords import known_keywords
 from contratile.losses.batch_stats import BatchStats
 from contratile.losses.beside import Guide, LossTerms, Teacher
 from contratile.losses.call import Call
-from contratile.losses.cross_entropy import assemble, cross_entropies
+from contratile.losses.cross_entropy import cross_entropies, loss_and_extras
 from contratile.losses.options import Ids, PairOptions
 from contratile.reference import Reduction
 from contratile.ring.nodes import RingKind
@@ -236,4 +236,4 @@ def clip_loss(
     rings = call.start(group, check)
     labels = torch.arange(image.shape[0], device=image.device)
     losses = cross_entropies(image, text, scale, labels, options, spec, rings)
-    return assemble(call, losses, rings, share=0.5)
+    return loss_and_extras(call, losses, rings, share=0.5)

@@ -107,7 +107,7 @@ def cross_entropies(
     return Losses(losses, stats, batch_stats(rows, cols, stats, rings.keys.team, negatives), distill)
 
 
-def assemble(call: Call, losses: Losses, rings: Rings, share: float = 1.0) -> Tensor | tuple[Any, ...]:
+def loss_and_extras(call: Call, losses: Losses, rings: Rings, share: float = 1.0) -> Tensor | tuple[Any, ...]:
     """The reduced loss, followed by its terms and the statistics if they were asked for."""
     per_pair, options = losses.per_pair, call.options
     assert options is not None

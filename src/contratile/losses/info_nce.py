@@ -16,7 +16,7 @@ from contratile.keywords import known_keywords
 from contratile.losses.batch_stats import BatchStats
 from contratile.losses.beside import Guide, LossTerms, Teacher
 from contratile.losses.call import Call
-from contratile.losses.cross_entropy import assemble, cross_entropies
+from contratile.losses.cross_entropy import cross_entropies, loss_and_extras
 from contratile.losses.directions import Direction, Directions, HardnessMode, PartitionMode
 from contratile.losses.options import Ids, PairOptions
 from contratile.reference import Reduction
@@ -144,7 +144,8 @@ def info_nce(
         hard_negatives: [N, H, D] negatives of one query each.
         hard_mask: [N, H] bool, False where a hard negative is padding.
         key_bias: [M] numbers added to the scaled scores of each key, with a gradient if they need one. -log q, where q
-            is how often a key occurs in batches, corrects for that (logQ). Statistics and margins ignore biases.
+            is how often a key occurs in batches, corrects for that (logQ). Statistics and margins go by
+            similarities, without biases.
         extra_bias: [E] the same for the extra keys.
         hard_bias: [N, H] the same for the hard negatives.
         margin: Drop negatives more similar than the positive minus this margin (before the scale): they are probably
@@ -283,4 +284,4 @@ def info_nce(
     labels = torch.arange(len(query), device=query.device) if labels is None else labels.long()
     losses = cross_entropies(query, key, scale, labels, options, spec, rings)
     mean_of_two = spec.cols and partition_mode == "per_direction"
-    return assemble(call, losses, rings, share=0.5 if mean_of_two else 1.0)
+    return loss_and_extras(call, losses, rings, share=0.5 if mean_of_two else 1.0)

@@ -50,7 +50,7 @@ class TowerConfig:
     """Side whose backbone is frozen (LiT: image, the left side). Its outputs are computed once and cached."""
 
     unlock: int = 0
-    """Last blocks of a locked backbone to train all the same, with all that follows them (final norm, projection)."""
+    """Train this many last blocks of a locked backbone, and what follows them (final norm, projection)."""
 
     head: Head = "none"
     """Trainable layers on top of each backbone; residual adds to the backbone's features, initially zero."""

@@ -32,6 +32,7 @@ from contratile.planner.workload import (
     LossFacts,
     MakeOptimizer,
     Offload,
+    OptimizerCost,
     SecondCost,
     Workload,
     by_name,
@@ -194,10 +195,7 @@ def plan(
     costs = _costs(sides, counted, precision, where, notify)
     also = None if second is None else _second(*second, counted, precision, where, notify)
     notify("counting the optimiser")
-    make = by_name(optimizer) if isinstance(optimizer, str) else optimizer
-    called = optimizer_name or (optimizer if isinstance(optimizer, str) else "optimiser")
-    if isinstance(optimizer, str) and optimizer.lower() not in {x.lower() for x in dir(torch.optim)}:
-        bad_value("optimizer", expected="a class of torch.optim", got=repr(optimizer), remedy="Or pass a function.")
+    modules = [side.module for side in sides]
     work = Workload(
         batch=batch,
         chunk=share if chunk == "auto" else min(chunk, share),
@@ -208,7 +206,7 @@ def plan(
         sides=(costs[0], costs[1]),
         second=also,
         loss=loss or LossFacts(),
-        optimizer=count_optimizer([side.module for side in sides], make, called, where.clock("fp32")),
+        optimizer=_optimizer(modules, optimizer, optimizer_name, where),
         host_bytes=host_bytes,
     )
     if sides[0].module is sides[1].module and costs[0] is not costs[1]:
@@ -228,6 +226,17 @@ def plan(
         steps=steps or (math.ceil(epochs * samples_per_epoch / batch) if epochs and samples_per_epoch else 0),
         calibration=found,
     )
+
+
+def _optimizer(
+    modules: Sequence[nn.Module], optimizer: str | MakeOptimizer, name: str, where: Devices
+) -> OptimizerCost:
+    """Count an update of an optimiser, given by name or as a function."""
+    if not isinstance(optimizer, str):
+        return count_optimizer(modules, optimizer, name or "optimiser", where.clock("fp32"))
+    if optimizer.lower() not in {x.lower() for x in dir(torch.optim)}:
+        bad_value("optimizer", expected="a class of torch.optim", got=repr(optimizer), remedy="Or pass a function.")
+    return count_optimizer(modules, by_name(optimizer), name or optimizer, where.clock("fp32"))
 
 
 def assemble(

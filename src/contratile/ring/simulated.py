@@ -139,7 +139,7 @@ class SimulatedRank(Team):
         return self
 
     def handshake(self, mine: Facts) -> list[Facts]:
-        """The others say the same, on their nodes."""
+        """The other ranks report the same facts, on their nodes."""
         return [replace(mine, node=f"node {self.node(rank)}", local=0) for rank in range(self.size)]
 
     def sum(self, values: Tensor) -> Tensor:

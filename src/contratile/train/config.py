@@ -52,7 +52,7 @@ class LossConfig:
 
     matryoshka_dims: tuple[int, ...] = ()
     """Sum the loss over the first features of every row, each time normalised: for example 64 128 256, with or without
-    the full width (clip, infonce, siglip). The log then has no statistics of batches."""
+    the full width (clip, infonce, siglip). The log then has no batch statistics."""
 
     matryoshka_weights: tuple[float, ...] = ()
     """Weights of these losses, in the order of the dimensions; 1 each by default."""

@@ -156,7 +156,7 @@ def plan_run(config: TrainConfig, notify: Notify = lambda text: None) -> Plan:
             second_inputs = second_left, second_right
     return plan_config(
         config,
-        devices_here(config, world),
+        run_devices(config, world),
         towers=towers,
         inputs=(left, right),
         second=second,
@@ -172,7 +172,7 @@ def pairs_of(source: Indexed | Stream) -> int:
     return len(source) if isinstance(source, Indexed) else 0
 
 
-def devices_here(config: TrainConfig, world: int) -> Devices:
+def run_devices(config: TrainConfig, world: int) -> Devices:
     """The devices that a run on this machine uses."""
     here = processes_here(world)
     nodes = max(1, world // here)

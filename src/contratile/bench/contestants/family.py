@@ -95,6 +95,11 @@ def _ours(loss: LossFunction, *, about: str, views: int = 1, products: int = 4) 
     ]
 
 
+def _uncached(loss: LossFunction, about: str, *, linear: int, name: str = "contratile") -> LossContestant:
+    """Our loss where it takes no cache."""
+    return LossContestant(name=name, load=lambda: with_backward(partial(loss, group=None)), about=about, linear=linear)
+
+
 def _option(name: str, option: Callable[[Tensor], dict[str, Any]], about: str) -> LossContestant:
     """`info_nce` with an option that depends on the queries."""
 
@@ -281,18 +286,8 @@ FAMILY = (
         "matryoshka",
         nested(reference.clip_loss),
         [
-            LossContestant(
-                name="contratile",
-                load=lambda: with_backward(partial(nested(clip_loss), group=None)),
-                about="clip_loss with matryoshka_dims 64, 128, ... and D",
-                linear=64,
-            ),
-            LossContestant(
-                name="contratile_loop",
-                load=lambda: with_backward(partial(looped(clip_loss), group=None)),
-                about="a call of clip_loss for each dimension",
-                linear=4096,
-            ),
+            _uncached(nested(clip_loss), "clip_loss with matryoshka_dims 64, 128, ... and D", linear=64),
+            _uncached(looped(clip_loss), "a call of clip_loss for each dimension", linear=4096, name="contratile_loop"),
             LossContestant(
                 name="sentence_transformers",
                 load=matryoshka_loss,
@@ -307,12 +302,7 @@ FAMILY = (
         "distill",
         distilled(reference.clip_loss),
         [
-            LossContestant(
-                name="contratile",
-                load=lambda: with_backward(partial(distilled(clip_loss), group=None)),
-                about="clip_loss with a teacher",
-                linear=32,
-            ),
+            _uncached(distilled(clip_loss), "clip_loss with a teacher", linear=32),
             LossContestant(
                 name="open_clip",
                 load=open_clip_distill,

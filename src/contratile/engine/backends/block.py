@@ -69,7 +69,7 @@ class Scores(NamedTuple):
     """Multiply alpha into the queries. Otherwise it is multiplied into each tile, after products were compared."""
 
     prefixes: Prefixes = Prefixes()
-    """The prefixes of the features that have scores of their own; without Matryoshka one, all features."""
+    """Which prefixes of the features have scores of their own; only all features, as a rule."""
     teacher: Beside | None = None
     """The teacher: its softmax weights the scores in `SideParts.cross`."""
 

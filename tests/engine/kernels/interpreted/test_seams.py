@@ -65,9 +65,10 @@ def test_shares_of_several_calls_stay_as_they_are(scale: float) -> None:
 
     leaves = [numbers(20, 8, seed=seed, kind="ieee").requires_grad_() for seed in (1, 2)]
     s = torch.tensor(scale, requires_grad=True)
-    got = torch.autograd.grad(loss({"backend": "triton"}, summed(leaves[0]), summed(leaves[1]), s), [*leaves, s])
+    shared = [*(summed(x) for x in leaves), s]
+    got = torch.autograd.grad(loss({"backend": "triton"}, *shared), [*leaves, s])
     exact = [x.detach().double().requires_grad_() for x in (*leaves, s)]
-    true = torch.autograd.grad(loss({"backend": "dense"}, exact[0], exact[1], exact[2]), exact)
+    true = torch.autograd.grad(loss({"backend": "dense"}, *exact), exact)
     for mine, other in zip(got, true, strict=True):
         torch.testing.assert_close(mine.double(), other, rtol=1e-4, atol=1e-5 * (1 + float(other.abs().max())))
 
