@@ -13,7 +13,7 @@ from contratile.bench.clock import Step
 from contratile.cli import main
 from contratile.doctor import tune as tuning
 from contratile.doctor.tune import AGAIN, DEFAULT, CpuTiles, Subject, TuneOptions, Tuning, subjects, tune
-from contratile.engine import passes, tuned
+from contratile.engine import cuts, tuned
 from contratile.engine.backends import torch_tiles
 from contratile.engine.plan import WORKSPACE_LIMIT, TilePlan, plan_tiles
 from tests.helpers import features
@@ -70,7 +70,8 @@ def test_the_fastest_tiles_are_kept_and_used(seconds: dict[str, float], monkeypa
         made.append(how)
         return plan_tiles(*sizes, **how)
 
-    monkeypatch.setattr(passes, "_known_plan", noted)
+    monkeypatch.setattr(cuts, "plan_tiles", noted)
+    cuts._cuts.cache_clear()
     ct.clip_loss(features(N, D, seed=0), features(N, D, seed=1), group=None)
     assert {how["shape"] for how in made} == {shape}
     (entry,) = tuned.entries().values()
