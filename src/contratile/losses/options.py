@@ -66,6 +66,15 @@ class PairOptions(NamedTuple):
     hard_guide: Tensor | None = None
 
     @property
+    def plain(self) -> bool:
+        """Whether nothing is asked for beyond the loss of the features. Types go first: False is no number."""
+        return tuple(map(type, self)) == _TYPES and self == PLAIN
+
+    @property
+    def normalizes(self) -> bool:
+        return self.matryoshka_dims is not None and self.matryoshka_normalize
+
+    @property
     def several_sources(self) -> bool:
         """Whether queries get gradients from several calls."""
         same = "query_to_query" in self.more.names
@@ -89,6 +98,8 @@ class PairOptions(NamedTuple):
 
     def check(self, query: Tensor, key: Tensor, scale: Tensor | float, spec: Spec) -> None:
         """Refuse what cannot be used, and combinations that mean nothing."""
+        if self.plain:
+            return
         self._check_ids(query, key)
         self._check_same_id()
         self._check_in_batch_negatives()
@@ -301,6 +312,10 @@ class PairOptions(NamedTuple):
         more = () if self.more.plain else self.more
         nested = () if self.matryoshka is None else self.matryoshka
         return " ".join([*used, *map(str, (*values, *more, *nested, *named_models(self)))])
+
+
+PLAIN = PairOptions()
+_TYPES = tuple(map(type, PLAIN))
 
 
 def check_weights(weights: Tensor, n: int, device: torch.device) -> None:
