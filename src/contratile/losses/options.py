@@ -65,6 +65,15 @@ class PairOptions(NamedTuple):
         return Matryoshka.of(self.matryoshka_dims, self.matryoshka_weights, self.matryoshka_normalize)
 
     @property
+    def plain(self) -> bool:
+        """Whether nothing is asked for beyond the loss of the features. Types go first: False is no number."""
+        return tuple(map(type, self)) == _TYPES and self == PLAIN
+
+    @property
+    def normalizes(self) -> bool:
+        return self.matryoshka_dims is not None and self.matryoshka_normalize
+
+    @property
     def several_sources(self) -> bool:
         """Whether queries get gradients from several calls."""
         same = "query_to_query" in self.more.names
@@ -88,6 +97,8 @@ class PairOptions(NamedTuple):
 
     def check(self, query: Tensor, key: Tensor, scale: Tensor | float, spec: Spec) -> None:
         """Refuse unusable values, and options that cannot be combined."""
+        if self.plain:
+            return
         self._check_ids(query, key)
         self._check_same_id()
         self._check_in_batch_negatives()
@@ -300,6 +311,10 @@ class PairOptions(NamedTuple):
         more = () if self.more.plain else self.more
         nested = () if self.matryoshka is None else self.matryoshka
         return " ".join([*used, *map(str, (*values, *more, *nested, *named_models(self)))])
+
+
+PLAIN = PairOptions()
+_TYPES = tuple(map(type, PLAIN))
 
 
 def check_weights(weights: Tensor, n: int, device: torch.device) -> None:
