@@ -37,17 +37,28 @@ os.environ["CONTRATILE_CACHE"] = _CACHE.name
 LONGEST = (
     "ranks",
     "tests/engine/kernels/test_interpreted.py",
+    "ranks that train",
     "tests/test_project.py",
-    "tests/train/test_loop.py",
-    "tests/grad_cache/test_memory.py",
-    "tests/bench/test_loss.py",
-    "tests/train/test_clip_benchmark.py",
-    "tests/bench/test_data.py",
-    "tests/train/test_launch.py",
+    "tests/data/test_workers.py",
+    "tests/engine/kernels/test_instructions.py",
+    "tests/engine/kernels/test_ahead_of_time.py",
+    "tests/test_citizenship.py",
     "tests/train/test_export.py",
-    "tests/losses/test_memory.py",
+    "tests/train/test_launch.py",
+    "tests/engine/kernels/test_compiled_code.py",
+    "tests/bench/test_plan.py",
+    "tests/train/test_loop.py",
+    "tests/train/test_clip_benchmark.py",
+    "tests/grad_cache/test_memory.py",
+    "tests/bench/test_data.py",
     "tests/bench/test_cache.py",
+    "tests/bench/test_loss.py",
+    "tests/losses/test_memory.py",
     "tests/losses/test_family.py",
+    "tests/losses/test_peers.py",
+    "tests/train/test_options.py",
+    "tests/train/test_checkpoint.py",
+    "tests/train/test_claim.py",
 )
 """Groups that start first, so that no worker is left with one of them at the end."""
 
@@ -56,7 +67,9 @@ LONGEST = (
 def group_of(file: str) -> str:
     """What `pytest -n 2` runs on one worker: the tests of a file, and of all files that share the pools of ranks."""
     text = (Path(__file__).parents[1] / file).read_text(encoding="utf-8")
-    return "ranks" if re.search(r"^from tests\.ranks import .*\bpool\b", text, re.MULTILINE) else file
+    if not re.search(r"^from tests\.ranks import .*\bpool\b", text, re.MULTILINE):
+        return file
+    return "ranks that train" if file.startswith("tests/train/") else "ranks"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

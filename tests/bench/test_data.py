@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from contratile.bench import data_point
-from contratile.bench.contestants.data import DATA_CONTESTANTS, Bytes, DataProblem
-from contratile.bench.data import BENCH, DataBenchConfig
+from contratile.bench.contestants.data import DATA_CONTESTANTS, Bytes, DataProblem, tokenizer_of
+from contratile.bench.data import BENCH, DataBenchConfig, DataSeries
 from contratile.bench.data_files import SHARDS, Files, caption_of, jpeg, make_files
 from contratile.bench.data_point import DataPoint, Unable
 from contratile.bench.plots import draw
@@ -36,6 +36,11 @@ def problem(files: Files, **options: Any) -> DataProblem:
     return DataProblem(**{**place, "crop_scale": (0.9, 1.0), "tokenizer": "bytes", **options})
 
 
+def without_open_clip(name: str) -> Any:
+    """Every process of a contestant and each of its workers would import it, for seconds."""
+    raise ImportError(name)
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("tyro")
@@ -44,8 +49,23 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("results")
     words = "--pixels 40 --workers 0 1 --samples 8 --images 8 --batch 2 --dims 16 --rounds 1".split()
     who = "--contestants contratile contratile_table somebody".split()
-    assert main(["bench", "data", *words, *who, "--out", str(folder)]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("contratile.bench.data.tokenizer_of", without_open_clip)
+        assert main(["bench", "data", *words, *who, "--out", str(folder)]) == 0
     return folder
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")
+def test_the_tokenizer_is_that_of_open_clip_where_it_is_installed() -> None:
+    pytest.importorskip("open_clip")
+    config = DataBenchConfig(samples=2, images=2, batch=2, contestants=("somebody",))
+    series = DataSeries(config, 40, 16)
+    series.failed["somebody"] = "unknown contestant"
+    series.start()
+    series.resources.close()
+    assert series.tokenizer == "open_clip"
+    assert tokenizer_of("open_clip")(["a cat", "two dogs"]).shape == (2, 77)
 
 
 def test_rows(results: Path) -> None:
@@ -56,7 +76,7 @@ def test_rows(results: Path) -> None:
         ours, table = found["contratile", workers], found["contratile_table", workers]
         assert ours.status == table.status == "ok" and ours.ratio_to_contratile == 1.0
         assert ours.samples_per_second == pytest.approx(8 / ours.seconds_best)
-        assert ours.limit_seconds > 0 and ours.jpeg_kib > 0 and ours.tokenizer in ("open_clip", "bytes")
+        assert ours.limit_seconds > 0 and ours.jpeg_kib > 0 and ours.tokenizer == "bytes"
         assert found["somebody", workers].status.startswith("unknown contestant")
         assert found["somebody", workers].samples_per_second is None
     if sys.platform == "linux":

@@ -36,7 +36,7 @@ def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     factors = factors_of(x, spec)
     cuts = cuts_of(ring, x, spec)
     cache = reserve.take(cached_items(cuts), alpha) if spec.cache_bytes else None
-    mine = key_block(x, spec, alpha)._replace(classes=x.key_classes, factor=factors.key)
+    mine = key_block(x, spec, alpha, classes=x.key_classes, factor=factors.key)
     level = x.query_level
     tiles = registry.choose(x, spec)
     centre, teacher_pos = centres(x, alpha), None if x.teacher_query is None or pos is None else torch.zeros_like(pos)
@@ -95,12 +95,13 @@ def backward(
     results: PairStats,
     grads: PairStats,
     wanted: Wanted,
-    into: InputGrads | None = None,
+    query_sum: Tensor | None = None,
+    key_sum: Tensor | None = None,
 ) -> InputGrads:
     """The gradients of the inputs from those of the results. A result without gradient costs nothing.
 
-    With a stand-in the gradient of the queries is not rounded to their dtype. `into` has tensors of the accumulation
-    dtype that those of queries and keys are added to, on one process.
+    With a stand-in the gradient of the queries is not rounded to their dtype. On one process there may be tensors of
+    the accumulation dtype that those of queries and keys are added to, instead of being returned.
     """
     spec = _resolved(spec, x)
     alpha = alpha_of(x.scale, spec, accumulation_dtype(x.query.dtype))
@@ -108,7 +109,6 @@ def backward(
     full = x.stand_in is not None
     # dq accumulates in full precision over several blocks, both sides of a tile, or class sums. Otherwise each row is
     # written once.
-    query_sum, key_sum = (None, None) if into is None else into[:2]
     shared = query_sum is not None or key_sum is not None
     once = alone and not symmetric and not spec.sums and not spec.prefixes and query_sum is None
     dtype = x.query.dtype if once and not full else alpha.dtype
@@ -130,9 +130,8 @@ def backward(
     factors = factors_of(x, spec)
     own = Own(level, factor=factors.query)
     dnorm = factors.query.new_zeros(factors.query.shape) if dq is not None and factors.query is not None else None
-    mine = key_block(x, spec, alpha)._replace(factor=factors.key)
-    if col is not None:
-        mine = mine._replace(level=_level_by_key(level, x, spec), lse=col.lse, grad=col.grad)
+    column = {} if col is None else {"level": _level_by_key(level, x, spec), "lse": col.lse, "grad": col.grad}
+    mine = key_block(x, spec, alpha, factor=factors.key, **column)
     row_taught, col_taught = teacher_grad(results.row, grads.row), teacher_grad(results.col, grads.col)
     if col_taught is not None:
         mine = mine._replace(teacher_lse=col_taught.lse, teacher_grad=col_taught.grad)
@@ -178,8 +177,8 @@ def backward(
     add_norm_grads_(dq, x.query, spec.prefixes, factors.query, dnorm)
     add_norm_grads_(of_keys.dk, x.keys, spec.prefixes, factors.key, of_keys.dnorm)
     return InputGrads(
-        query=dq if dq is None or full else dq.to(x.query.dtype),
-        key=None if of_keys.dk is None else of_keys.dk.to(x.query.dtype),
+        query=None if dq is None or query_sum is not None else dq if full else dq.to(x.query.dtype),
+        key=None if of_keys.dk is None or key_sum is not None else of_keys.dk.to(x.query.dtype),
         scale=dscale,
         bias=None if dbias is None or x.bias is None else dbias.to(x.bias.dtype),
         key_bias=None if of_keys.dbias is None or x.key_bias is None else of_keys.dbias.to(x.key_bias.dtype),

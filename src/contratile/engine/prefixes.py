@@ -43,7 +43,7 @@ class Prefixes(NamedTuple):
     def of(cls, dims: tuple[int, ...], row: Tensor | None, col: Tensor | None) -> Prefixes:
         """Build from dimensions in ascending order and factors [N, prefixes] and [M, prefixes]."""
         if not dims:
-            return cls()
+            return WHOLE
         row, col = (None if x is None else x.t().contiguous() for x in (row, col))
         return cls(blocks_of(dims), row, col)
 
@@ -57,6 +57,10 @@ class Prefixes(NamedTuple):
         if self.row is None or self.col is None:
             return None
         return torch.mul(part(self.row[at], tile.rows).unsqueeze(1), part(self.col[at], tile.cols), out=out)
+
+
+WHOLE = Prefixes()
+"""All features."""
 
 
 def blocks_of(dims: tuple[int, ...]) -> tuple[slice, ...]:

@@ -22,20 +22,20 @@ GUIDE_MARGINS: tuple[str, ...] = get_args(GuideMargin)
 
 
 class Inputs(NamedTuple):
-    """The tensors of a call. Gradients exist for query, key, scale, bias, key_bias and stand_in."""
+    """The tensors of a call. The first ones, as many as `DIFFERENTIABLE`, may have gradients."""
 
     query: Tensor  # [N, D]
     key: Tensor | None  # [M, D]; None: the keys are the queries
     scale: Tensor  # 0-d
     bias: Tensor | None = None  # 0-d
     key_bias: Tensor | None = None  # [M] added to all scores of a key; log-sum-exps of two sets only
+    stand_in: Tensor | None = None  # [N, D] receives the queries' gradient in full precision, instead of the queries
     labels: Tensor | None = None  # [N] index of each query's positive key
     query_ids: Tensor | None = None  # [N]
     key_ids: Tensor | None = None  # [M] for pairs of equal id, see `Spec.same_id`
     query_classes: Tensor | None = None  # [N]
     key_classes: Tensor | None = None  # [M] for `Spec.sums` over pairs of equal class
     query_level: Tensor | None = None  # [N] the positives' products, if the positives are not among these keys
-    stand_in: Tensor | None = None  # [N, D] receives the queries' gradient in full precision, instead of the queries
     teacher_query: Tensor | None = None  # [N, T] features of another model; `SideStats.cross` goes by its softmax
     teacher_key: Tensor | None = None  # [M, T]
     teacher_scale: Tensor | None = None  # 0-d
@@ -50,6 +50,10 @@ class Inputs(NamedTuple):
     @property
     def guide_keys(self) -> Tensor | None:
         return self.guide_query if self.guide_key is None else self.guide_key
+
+
+DIFFERENTIABLE = 6
+"""From the queries to their stand-in."""
 
 
 class Wanted(NamedTuple):
@@ -112,11 +116,11 @@ class Spec(NamedTuple):
     precision: str | None = None
     """None follows `torch.get_float32_matmul_precision()`. The passes read it: a compiler cannot trace that call."""
 
-    dims: tuple[int, ...] | None = None
+    prefixes: tuple[int, ...] = ()
     """Ask for the scores of the first 64, 128, ... features, ascending: statistics get an axis for them."""
 
     normalize: bool = False
-    """With `dims`: divide each truncated row by its norm."""
+    """With `prefixes`: divide each truncated row by its norm."""
     guide_margin: float = 0.0
     """With a guide, per side: drop pairs whose guide similarity exceeds the positive's minus this margin."""
 
@@ -131,10 +135,6 @@ class Spec(NamedTuple):
     def unit(self) -> float:
         """Nats per unit of the scores: log-sum-exps are computed in base 2."""
         return 1.0 if self.reduce == "softplus" else 1 / LOG2E
-
-    @property
-    def prefixes(self) -> tuple[int, ...]:
-        return self.dims or ()
 
     @property
     def sums_rows(self) -> bool:
@@ -181,7 +181,7 @@ class SideStats(NamedTuple):
 class PairStats(NamedTuple):
     """The answer. Totals, sums and positives are logits in units of `unit` nats; `nats` converts them.
 
-    With `Spec.dims` every [N] is [N, prefixes].
+    With `Spec.prefixes` every [N] is [N, prefixes].
 
     Losses convert once, after summing: exp2 is faster than exp, and converting every element first would round N times.
     """

@@ -73,10 +73,10 @@ class Own(NamedTuple):
     """[N, prefixes] reciprocal norms."""
 
 
-def key_block(x: Inputs, spec: Spec, alpha: Tensor) -> KeyBlock:
-    """What of this rank's keys travels in both passes."""
-    bias = _key_bias(x, spec, alpha)
-    return KeyBlock(x.keys, x.key_ids, bias=bias, teacher=x.teacher_key, guide=x.guide_keys)
+def key_block(x: Inputs, spec: Spec, alpha: Tensor, **of_pass: Tensor | None) -> KeyBlock:
+    """What of this rank's keys travels in both passes, and fields that one of them adds."""
+    bias = None if x.key_bias is None else x.key_bias.to(alpha.dtype) / spec.unit
+    return KeyBlock(x.keys, x.key_ids, bias=bias, teacher=x.teacher_key, guide=x.guide_keys, **of_pass)
 
 
 class Factors(NamedTuple):
@@ -86,14 +86,13 @@ class Factors(NamedTuple):
     key: Tensor | None = None
 
 
+PLAIN = Factors()
+
+
 def factors_of(x: Inputs, spec: Spec) -> Factors:
     if not spec.normalize:
-        return Factors()
+        return PLAIN
     return Factors(reciprocal_norms(x.query, spec.prefixes), reciprocal_norms(x.keys, spec.prefixes))
-
-
-def _key_bias(x: Inputs, spec: Spec, alpha: Tensor) -> Tensor | None:
-    return None if x.key_bias is None else x.key_bias.to(alpha.dtype) / spec.unit
 
 
 def _hardness(alpha: Tensor, spec: Spec) -> Tensor | None:

@@ -59,6 +59,21 @@ class PairOptions(NamedTuple):
     hard_guide: Tensor | None = None
 
     @property
+    def matryoshka(self) -> Matryoshka | None:
+        if self.matryoshka_dims is None:
+            return None
+        return Matryoshka.of(self.matryoshka_dims, self.matryoshka_weights, self.matryoshka_normalize)
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is asked for beyond the loss of the features. Types go first: False is no number."""
+        return tuple(map(type, self)) == _TYPES and self == PLAIN
+
+    @property
+    def normalizes(self) -> bool:
+        return self.matryoshka_dims is not None and self.matryoshka_normalize
+
+    @property
     def several_sources(self) -> bool:
         """Whether queries get gradients from several calls."""
         same = "query_to_query" in self.more.names
@@ -80,14 +95,10 @@ class PairOptions(NamedTuple):
         query_ids, key_ids = (self.ids, self.ids) if isinstance(self.ids, Tensor) else self.ids
         return query_ids.long(), key_ids.long()
 
-    @property
-    def matryoshka(self) -> Matryoshka | None:
-        if self.matryoshka_dims is None:
-            return None
-        return Matryoshka.of(self.matryoshka_dims, self.matryoshka_weights, self.matryoshka_normalize)
-
     def check(self, query: Tensor, key: Tensor, scale: Tensor | float, spec: Spec) -> None:
-        """Refuse what cannot be used, and combinations that mean nothing."""
+        """Refuse unusable values, and options that cannot be combined."""
+        if self.plain:
+            return
         self._check_ids(query, key)
         self._check_same_id()
         self._check_in_batch_negatives()
@@ -300,6 +311,10 @@ class PairOptions(NamedTuple):
         more = () if self.more.plain else self.more
         nested = () if self.matryoshka is None else self.matryoshka
         return " ".join([*used, *map(str, (*values, *more, *nested, *named_models(self)))])
+
+
+PLAIN = PairOptions()
+_TYPES = tuple(map(type, PLAIN))
 
 
 def check_weights(weights: Tensor, n: int, device: torch.device) -> None:

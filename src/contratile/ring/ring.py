@@ -73,14 +73,16 @@ class Block(Generic[C, G]):
     size: int
     """Rows of the carried tensors."""
 
-    buffers: Buffers
+    buffers: Buffers | None
+    """None on one process, where no block leaves memory behind."""
+
     gathered: G | None = None
     """Set by the caller, if there is anything to gather."""
 
     def zeros(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """A zeroed tensor with one row per key, in memory that an earlier block no longer needs."""
         shape, dtype = (self.size, *like.shape[1:]), dtype or like.dtype
-        free = self.buffers.reuse(shape, dtype)
+        free = None if self.buffers is None else self.buffers.reuse(shape, dtype)
         return like.new_zeros(shape, dtype=dtype) if free is None else free.zero_()
 
 
@@ -94,7 +96,7 @@ class RingPass(Generic[C, G]):
     def __iter__(self) -> Iterator[Block[C, G]]:
         ring, rank = self.ring, self.ring.team.rank
         if ring.team.size == 1:  # nothing is posted
-            own: Block[C, G] = Block(rank, True, self.carried, ring.sizes[rank], Buffers())
+            own: Block[C, G] = Block(rank, True, self.carried, ring.sizes[rank], None)
             yield own
             self.home = own.gathered
             return

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from contratile.engine.plan import TilePlan
-from contratile.engine.prefixes import Prefixes
+from contratile.engine.prefixes import WHOLE, Prefixes
 from contratile.engine.rule import PairRule
 from contratile.engine.spec import Spec
 from contratile.engine.stats import SideParts
@@ -68,7 +68,7 @@ class Scores(NamedTuple):
     folded: bool = True
     """Multiply alpha into the queries. Otherwise it is multiplied into each tile, after products were compared."""
 
-    prefixes: Prefixes = Prefixes()
+    prefixes: Prefixes = WHOLE
     """Which prefixes of the features have scores of their own; only all features, as a rule."""
     teacher: Beside | None = None
     """The teacher: its softmax weights the scores in `SideParts.cross`."""

@@ -70,6 +70,8 @@ def sides_of(tile: Tile, row: _T | None, col: _T | None) -> list[tuple[int, _T, 
 
 _NO_LEVEL = torch.zeros(())
 SPAN = {torch.float32: 60.0, torch.float64: 480.0}
+SUMS = {dtype: (2**-span, 2 ** (1.5 * span)) for dtype, span in SPAN.items()}
+"""Sums of exponentials at a good shift; the upper bound leaves room for the sums of many tiles."""
 
 
 def shared_shift(low: float, high: float, dtype: torch.dtype) -> float | None:
@@ -145,7 +147,7 @@ class LseReader:
         """With limits, tiles are products, and `score_` turns those that count into scores."""
         self.rule, self.row, self.col, self.score_ = rule, row, col, score_
         self.by: Tensor | None = None  # compared with limits instead of the tile
-        self.shares = all(side is None or side.limit is None for side in (row, col))
+        self.shares = (row is None or row.limit is None) and (col is None or col.limit is None)
         self.shift: float | None = 0.0 if self.shares else None
 
     def read(self, s_RC: Tensor, spare_RC: Tensor, tile: Tile) -> None:
@@ -174,11 +176,11 @@ class LseReader:
         assert self.shift is not None
         exp2(s_RC, self.shift, e_RC)
         totals = self._totals(e_RC, sides)
-        bounds = [bound.item() for bound in torch.cat(totals).aminmax()] if totals else []
-        limit = 2 ** SPAN[s_RC.dtype]
-        # min and max would pass over a NaN; the upper bound leaves room for the sums of many tiles.
-        if not all(1 / limit <= bound <= limit**1.5 for bound in bounds):
-            return False
+        if totals:
+            low, high = torch.cat(totals).aminmax()
+            least, most = SUMS[s_RC.dtype]
+            if not (least <= low.item() and high.item() <= most):  # a NaN is neither
+                return False
         for (dim, side, index), total in zip(sides, totals, strict=True):
             side.add_(index, total)
             self.seen(e_RC, dim, side, index, None)
@@ -198,8 +200,10 @@ class LseReader:
         return out if self.score_ is None else self.score_(out, tile)
 
     def parts(self) -> tuple[SideParts, SideParts]:
-        row, col = (SideParts() if x is None else SideParts(*x.finish(self.shift)) for x in (self.row, self.col))
-        return row, col
+        return self._of(self.row), self._of(self.col)
+
+    def _of(self, side: Sums | None) -> SideParts:
+        return SideParts() if side is None else SideParts(*side.finish(self.shift))
 
 
 class LseSide:
@@ -251,6 +255,7 @@ class LseWeights:
         `mirrored`: scores are symmetric, so rows are columns too. With limits, tiles are products, and `factor` times
         the products plus `col_bias` are the scores."""
         self.row, self.col, self.factor, self.col_bias = row, col, factor, col_bias
+        self.shares = (row is None or row.limit is None) and (col is None or col.limit is None)
         self.by: Tensor | None = None  # compared with limits instead of the tile
         labels = rule.labels
         if labels is None or pos is None:
@@ -289,8 +294,7 @@ class LseWeights:
         if not sides:
             g_RC.zero_()
             return
-        unlimited = all(side.limit is None for _, side, _ in sides)
-        if len(sides) == 2 and s_RC.is_cpu and unlimited:
+        if self.shares and len(sides) == 2 and s_RC.is_cpu:
             (_, down, rows_at), (_, across, cols_at) = sides
             (low, high), (other_low, other_high) = down.bounds(rows_at), across.bounds(cols_at)
             shift = shared_shift(min(low, other_low), max(high, other_high), s_RC.dtype)

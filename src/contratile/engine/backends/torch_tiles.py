@@ -37,7 +37,7 @@ from contratile.engine.stats import SideParts, lowest, part
 def forward(scores: Scores, spec: Spec, pos: Tensor | None) -> tuple[SideParts, SideParts]:
     """Compute every tile and let the readers reduce it; write each row's positive score to `pos`."""
     plan, rule, prefixes = scores.plan, scores.rule, scores.prefixes
-    ws = Workspace(plan, scores.q, scores.key, tiles=3 if prefixes.asked or scores.hardness is not None else 2)
+    ws = Workspace(plan, scores.q, scores.key)
     readers, ranks = [_reader(scores, spec, ws) for _ in prefixes.blocks], _rank_reader(scores, spec)
     of_prefix = [pos] * len(readers) if pos is None or not prefixes.asked else pos.unbind(1)
     for block, tiles in plan.blocks():
@@ -121,9 +121,10 @@ def score_positives_(scores: Scores, products: Tensor) -> None:
 
 def _cached(scores: Scores, tile: Tile) -> Tensor | None:
     """The place of a tile in the cache, if it has one."""
-    if scores.cache is None or tile.end > scores.cache.shape[0]:
+    cache = scores.cache
+    if cache is None or tile.end > cache.shape[0]:
         return None
-    return as_tile(scores.cache[tile.offset : tile.end], tile, scores.plan)
+    return as_tile(part(cache, slice(tile.offset, tile.end)), tile, scores.plan)
 
 
 def _reader(scores: Scores, spec: Spec, ws: Workspace) -> Reader:
@@ -170,7 +171,7 @@ def _limit(level: Tensor | None, spec: Spec) -> Tensor | None:
 def guide_positives(scores: Scores, guide: Beside, level: Tensor) -> None:
     """Write the guide's product of each row with its positive, exactly as both passes compute it."""
     products = BesideProducts(scores, guide)
-    spare = Workspace(scores.plan, scores.q, scores.key, tiles=1)
+    spare = Workspace(scores.plan, scores.q, scores.key)
     for tile in scores.plan.tiles():
         if any(True for _ in scores.rule.places(spare.tile(0, tile), tile)):
             _read_positives(products(tile, spare.tile(0, tile)), tile, scores.rule, level)
@@ -179,7 +180,7 @@ def guide_positives(scores: Scores, guide: Beside, level: Tensor) -> None:
 def positives(scores: Scores, spec: Spec, level: Tensor) -> None:
     """Write each row's product with its positive: computes the tiles that hold one, exactly as `forward` will."""
     plan = scores.plan
-    ws = Workspace(plan, scores.q, scores.key, tiles=2)
+    ws = Workspace(plan, scores.q, scores.key)
     for block, tiles in plan.blocks():
         q_RD = ws.query(scores.q, block, scores.query_factor)
         for tile in tiles:
@@ -253,8 +254,7 @@ class _TileGradient:
         # Scores are kept without biases, which would round them.
         biased = not (scores.bias is None and scores.col_bias is None)
         self.apart = self.keep_scores and not spec.filters and not scores.biased_late and biased
-        tiles = 3 + len(self.weights) if self.nested else 3 if self.keep_scores else 2
-        self.ws = Workspace(scores.plan, scores.q, scores.key, tiles=tiles)
+        self.ws = Workspace(scores.plan, scores.q, scores.key)
 
     def g(self, tile: Tile, prefix: int) -> Tensor:
         return self.ws.tile(3 + prefix if self.nested else 0, tile)
@@ -367,7 +367,7 @@ class BesideProducts:
     def __init__(self, scores: Scores, beside: Beside) -> None:
         self.scores, self.beside = scores, beside
         plan = replace(scores.plan, d=beside.q.shape[1])
-        self._ws = Workspace(plan, beside.q, beside.k, tiles=2)
+        self._ws = Workspace(plan, beside.q, beside.k)
         self._rows: slice | None = None
 
     def __call__(self, tile: Tile, spare_RC: Tensor) -> Tensor:
