@@ -113,14 +113,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     ctx.spec = spec
 
 
-def _op_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+def _op_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     saved = iter(ctx.saved_tensors)
     x = Inputs(*(next(saved) for _ in Inputs._fields))
     needs = dict(zip((*Inputs._fields, *Spec._fields), ctx.needs_input_grad, strict=True))
     wanted = Wanted(*(needs[name] for name in Wanted._fields))
     out = pair_gradients(*x, *ctx.spec, list(saved), list(grads), list(wanted))
     found = {name: grad for name, grad, needed in zip(Wanted._fields, out, wanted, strict=True) if needed}
-    return tuple(found.get(name) for name in needs)
+    # To torch an empty list of integers (no `prefixes`) is an empty list of tensors, whose gradients are a list, too.
+    return tuple([] if needs[name] == [] else found.get(name) for name in needs)
 
 
 def no_second_derivative(ctx: Any, *grads: Any) -> None:
