@@ -40,8 +40,8 @@ class Listed(NamedTuple):
 
 def nt_xent_of_listed(query: Tensor, key: Tensor, scale: Tensor, pairs: Listed) -> Tensor:
     """For each positive pair: softplus(log-sum-exp of the anchor's listed negatives - score of the pair)."""
-    negatives = _logsumexp(scores_of_pairs(query, key, scale, pairs.a2, pairs.n), pairs.a2, len(query))
-    return F.softplus(negatives[pairs.a] - scores_of_pairs(query, key, scale, pairs.a, pairs.p))
+    negatives = _logsumexp(scores_of(query, key, scale, pairs.a2, pairs.n), pairs.a2, len(query))
+    return F.softplus(negatives[pairs.a] - scores_of(query, key, scale, pairs.a, pairs.p))
 
 
 def sup_con_of_listed(query: Tensor, key: Tensor, scale: Tensor, pairs: Listed) -> tuple[Tensor, Tensor]:
@@ -52,14 +52,14 @@ def sup_con_of_listed(query: Tensor, key: Tensor, scale: Tensor, pairs: Listed) 
     size, n = len(key), len(query)
     positive = torch.unique(pairs.a * size + pairs.p)
     every = torch.unique(torch.cat([positive, pairs.a2 * size + pairs.n]))
-    lse = _logsumexp(scores_of_pairs(query, key, scale, every // size, every % size), every // size, n)
+    lse = _logsumexp(scores_of(query, key, scale, every // size, every % size), every // size, n)
     anchor = positive // size
-    terms = lse[anchor] - scores_of_pairs(query, key, scale, anchor, positive % size)
+    terms = lse[anchor] - scores_of(query, key, scale, anchor, positive % size)
     count = torch.bincount(anchor, minlength=n)
     return terms.new_zeros(n).index_add(0, anchor, terms) / count.clamp(min=1), count
 
 
-def scores_of_pairs(query: Tensor, key: Tensor, scale: Tensor, left: Tensor, right: Tensor) -> Tensor:
+def scores_of(query: Tensor, key: Tensor, scale: Tensor, left: Tensor, right: Tensor) -> Tensor:
     products: Tensor = _Products.apply(query, key, left, right)  # type: ignore[no-untyped-call]
     return products * scale
 

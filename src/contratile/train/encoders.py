@@ -15,7 +15,7 @@ from contratile.models.locked import kept_outputs
 from contratile.models.towers import LockedTowerHead, Tower, Towers, build_towers, save_recipe
 from contratile.train.config import TrainConfig
 from contratile.train.config_file import to_dict
-from contratile.train.setup import check_kinds, tokenizer_texts, used_negatives
+from contratile.train.setup import check_kinds, negatives_of, tokenizer_texts
 from contratile.train.sharding import shard
 
 SIDES = ("left", "right")
@@ -95,7 +95,7 @@ def locked_outputs(
 
 def _changing(config: TrainConfig, towers: Towers, source: Source) -> bool:
     """Whether a locked tower encodes something that is not the same in every epoch."""
-    negatives = used_negatives(config, source)
+    negatives = negatives_of(config, source)
     encodes_negatives = (towers.left, towers.right)[negatives_side(source)] if negatives else None
     several = towers.right if traits_of(source).several_texts else None
     return any(tower is not None and tower.locked for tower in (encodes_negatives, several))

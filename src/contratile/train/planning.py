@@ -28,7 +28,7 @@ from contratile.train.config import TrainConfig
 from contratile.train.launch import processes_started
 from contratile.train.optim import make_optimizer
 from contratile.train.second_model import second_definition
-from contratile.train.setup import fit_batch, tokenizer_texts, used_negatives
+from contratile.train.setup import fit_batch, negatives_of, tokenizer_texts
 
 Notify = Callable[[str], object]
 
@@ -162,7 +162,7 @@ def plan_run(config: TrainConfig, notify: Notify = lambda text: None) -> Plan:
         second=second,
         second_inputs=second_inputs,
         samples=pairs_of(source),
-        negatives=used_negatives(config, source),
+        negatives=negatives_of(config, source),
         notify=notify,
     )
 

@@ -46,8 +46,8 @@ from contratile.train.setup import (
     check_texts,
     fit_batch,
     gallery_has_training,
+    negatives_of,
     steps_of,
-    used_negatives,
 )
 from contratile.train.sharding import load_model, requested_by_accelerate, sharded_like, without_foreach
 from contratile.train.zero_shot_data import ZeroShot, open_zero_shot
@@ -183,7 +183,7 @@ class PreparedRun:
         check_texts(self.source, self.config)
         check_augmentation(self.source, self.config)
         check_kept_outputs(self.config, self.source)
-        self.negatives = used_negatives(self.config, self.source)
+        self.negatives = negatives_of(self.config, self.source)
         if self.config.loss.ids == "auto" and self.config.loss.loss not in ("siglip", "ntxent"):
             ids: Literal["left", "right"] = "left" if traits_of(self.source).several_texts else "right"
             self.config = replace(self.config, loss=replace(self.config.loss, ids=ids))

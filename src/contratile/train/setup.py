@@ -79,7 +79,7 @@ def check_kept_outputs(config: TrainConfig, source: Source) -> None:
         bad_value("augment", expected=expected, got=got, remedy=remedy)
 
 
-def used_negatives(config: TrainConfig, source: Source) -> int:
+def negatives_of(config: TrainConfig, source: Source) -> int:
     """How many hard negatives of each sample are used: none with a loss that has no place for them."""
     traits, loss = traits_of(source), config.loss
     if traits.negatives is None or loss.loss not in ("clip", "infonce"):

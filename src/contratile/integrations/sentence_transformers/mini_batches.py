@@ -45,7 +45,7 @@ class MiniBatches:
         keep_graphs: KeepGraphs,
         memory_limit: int | None,
     ) -> None:
-        """Store the options of the cache."""
+        """The part of the constructor."""
         check_count("mini_batch_size", mini_batch_size, least=1)
         if mini_batch_num_tokens is not None:
             check_count("mini_batch_num_tokens", mini_batch_num_tokens, least=1)
@@ -91,7 +91,7 @@ class MiniBatches:
     def _cache(self, whole: bool) -> GradCache:
         """The cache for whole columns, which it sorts and cuts, or for mini-batches that are already cut.
 
-        It is kept for later steps, with what it found out about the model in the first one.
+        It is kept for later steps: what it found about the model in the first is still true.
         """
         known = self._caches.get(whole)
         if known is None or known[0] is not self.model:

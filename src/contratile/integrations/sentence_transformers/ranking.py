@@ -128,8 +128,8 @@ class MultipleNegativesRankingLoss(CheckedModule):
         check_directions(self.directions, partition_mode)
 
     def check_option(self, name: str, value: Any) -> Any:
-        """Check an option when it is set. `directions` and `partition_mode` depend on each other but are set one by
-        one, so the call compares them."""
+        """Check an option when it is set. `directions` and `partition_mode` depend on each other and are set one after
+        the other, so they are compared in the call."""
         if name == "similarity_fct":
             value = default_similarity() if value is None else value
             is_cosine(value)
