@@ -126,9 +126,7 @@ def transform_under_way(tensors: Iterable[object] | Callable[[], Iterable[object
     return None
 
 
-def check_transform(
-    call: str, backend: str, tensors: Iterable[object] | Callable[[], Iterable[object]]
-) -> None:
+def check_transform(call: str, backend: str, tensors: Iterable[object] | Callable[[], Iterable[object]]) -> None:
     """Raise a RuntimeError under transforms that a backend does not support: tiled losses support only `backward()`."""
     found = transform_under_way(tensors)
     if found is None:
