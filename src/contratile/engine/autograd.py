@@ -52,7 +52,7 @@ def pair_stats(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     else:
         apply = _graph_break() if compiling else _Pairs.apply
         sums = (sums_of(x.query), sums_of(x.key)) if alone else (None, None)
-        tensors = apply(ring, own, sums, x[DIFFERENTIABLE:], *x[:DIFFERENTIABLE])
+        tensors = apply(ring, own, sums, x, *x[:DIFFERENTIABLE])
     stats = PairStats.of(tensors, spec.unit)
     if symmetric and spec.cols:
         return stats._replace(row=stats.row if spec.rows else SideStats(), col=stats.row)
@@ -88,10 +88,10 @@ class _Pairs(torch.autograd.Function):
         ring: Ring,
         spec: Spec,
         sums: tuple[GradSum | None, GradSum | None],
-        constants: tuple[Tensor | None, ...],
-        *inputs: Any,
+        x: Inputs,
+        *differentiable: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        x = Inputs(*inputs, *constants)
+        """`differentiable`: those of the inputs that autograd has to know."""
         with _untracked():
             results = forward(ring, x, spec)
         tensors = results.tensors()

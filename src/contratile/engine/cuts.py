@@ -35,18 +35,16 @@ class Cut(NamedTuple):
 def cuts_of(ring: Ring, x: Inputs, spec: Spec) -> tuple[Cut, ...]:
     """The cuts of all blocks, in the order of their visits."""
     n, d = x.query.shape
-    itemsize, of_other = accumulation_dtype(x.query.dtype).itemsize, x.teacher_query
-    if x.guide_query is not None:
-        of_other = x.guide_query
+    one_set, itemsize = x.key is None, accumulation_dtype(x.query.dtype).itemsize
+    of_other = x.teacher_query if x.guide_query is None else x.guide_query
     beside = 0 if of_other is None else of_other.shape[1]
     # Tuned on one machine, so not for tiles that several ranks have to cut alike.
-    own = ring.team.size == 1 and x.key is not None and x.query.is_cpu and spec.tile is None
-    own = own and not spec.prefixes and not beside
+    own = not (one_set or beside or spec.prefixes) and spec.tile is None and ring.team.size == 1 and x.query.is_cpu
     # Sizes may be symbols while a compiler traces, and a cache cannot hold those.
     make = _cuts if type(n) is type(ring.sizes[0]) is type(d) is int else _cuts.__wrapped__
     return make(
         *(ring.schedule, ring.team.rank, ring.sizes, n, d),
-        one_set=x.key is None,
+        one_set=one_set,
         room=spec.cache_bytes,
         tile=spec.tile,
         itemsize=itemsize,

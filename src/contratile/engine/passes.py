@@ -135,7 +135,7 @@ def backward(
     row_taught, col_taught = teacher_grad(results.row, grads.row), teacher_grad(results.col, grads.col)
     if col_taught is not None:
         mine = mine._replace(teacher_lse=col_taught.lse, teacher_grad=col_taught.grad)
-    if grads.row.sums is not None or col_sums_grad is not None:
+    if spec.sums and (grads.row.sums is not None or col_sums_grad is not None):
         mine = mine._replace(classes=x.key_classes, sums_grad=col_sums_grad)
     trip: RingPass[KeyBlock, KeyGrad] = RingPass(ring, mine)
     cuts = cuts_of(ring, x, spec)
@@ -167,15 +167,17 @@ def backward(
         if dscale is not None and dalpha is not None and dalpha is not dscale:
             dscale += dalpha / 2
     if dscale is not None:
-        for result, grad in ((results.row.sums, grads.row.sums), (results.col.sums, grads.col.sums)):
+        sides = ((results.row.sums, grads.row.sums), (results.col.sums, grads.col.sums)) if spec.sums else ()
+        for result, grad in sides:
             if result is not None and grad is not None:
                 dscale += (grad * result).sum() / alpha
         dscale = (dscale / number(spec.unit, dscale)).to(x.scale.dtype)
     of_keys = trip.home or KeyGrad(None)
     if of_keys.dbias is not None:
         of_keys = of_keys._replace(dbias=of_keys.dbias / number(spec.unit, of_keys.dbias))
-    add_norm_grads_(dq, x.query, spec.prefixes, factors.query, dnorm)
-    add_norm_grads_(of_keys.dk, x.keys, spec.prefixes, factors.key, of_keys.dnorm)
+    if spec.normalize:
+        add_norm_grads_(dq, x.query, spec.prefixes, factors.query, dnorm)
+        add_norm_grads_(of_keys.dk, x.keys, spec.prefixes, factors.key, of_keys.dnorm)
     return InputGrads(
         query=None if dq is None or query_sum is not None else dq if full else dq.to(x.query.dtype),
         key=None if of_keys.dk is None or key_sum is not None else of_keys.dk.to(x.query.dtype),

@@ -32,15 +32,11 @@ class Workspace:
     def tile(self, index: int, tile: Tile) -> Tensor:
         view = self._views.get(index)
         if view is None or view.shape != tile.shape:  # most tiles have the same shape as the previous one
-            view = self._views[index] = as_tile(
-                part(self._memory(index), slice(0, tile.end - tile.offset)), tile, self._plan
-            )
+            memory = self._tiles.get(index)
+            if memory is None:
+                memory = self._tiles[index] = self._query.new_empty(self._plan.rows * self._plan.cols)
+            view = self._views[index] = as_tile(part(memory, slice(0, tile.end - tile.offset)), tile, self._plan)
         return view
-
-    def _memory(self, index: int) -> Tensor:
-        if index not in self._tiles:
-            self._tiles[index] = self._query.new_empty(self._plan.rows * self._plan.cols)
-        return self._tiles[index]
 
     def query(self, q: Tensor, rows: slice, factor: Tensor) -> Tensor:
         """A block of queries in the accumulation dtype, times a factor."""
