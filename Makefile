@@ -12,10 +12,9 @@ export PIP_CONSTRAINT := $(abspath constraints.txt)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start many processes, which need not compile the package each time.
 unexport PYTHONDONTWRITEBYTECODE
-# One worker more than there are cores, as workers wait for processes that they start; but each may start several ranks,
-# which need memory. WORKERS=0 runs all tests in one process.
-WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, (os.cpu_count() or 1) + 1))")
-PYTEST = -m pytest --numprocesses $(WORKERS)
+# One worker per core; each may start several ranks, which need memory. WORKERS=0 runs all tests in one process.
+WORKERS ?= logical
+PYTEST := -m pytest --numprocesses $(WORKERS) --maxprocesses 4
 # Checks run side by side; where make can, it prints the output of one after the other.
 SIDE_BY_SIDE := --jobs 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync)
 

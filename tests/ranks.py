@@ -65,8 +65,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _context() -> Any:
-    """How ranks are started: forked from a process that has imported what they need and computed nothing."""
+def process_context() -> Any:
+    """How processes are started: forked from a process that has imported what they need and computed nothing."""
     if sys.platform != "linux":
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
@@ -102,7 +102,7 @@ class Pool:
     """`world` ranks that run one function after the other."""
 
     def __init__(self, world: int, *, timeout: float = 580.0) -> None:
-        context, port = _context(), free_port()
+        context, port = process_context(), free_port()
         self.pipes, self.processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()

@@ -16,7 +16,7 @@ from contratile.ring.nodes import RingKind
 from contratile.ring.schedule import Hop
 from contratile.ring.team import Team, Transfer
 from tests.ranks import fresh_group, pool
-from tests.ring.test_ring import LIMITS, batch, clip_errors, share, trouble
+from tests.ring.test_ring import LIMITS, Ending, batch, clip_errors, endings_of, share, trouble
 from tests.ring.threads import ThreadTeam, run_ranks
 
 NODES = {"2x2": "aabb", "2x3": "aaabbb", "3x2": "aabbcc", "3x2, in turn": "abcabc"}
@@ -177,10 +177,17 @@ def rank_trouble(kind: str) -> str:
     return trouble(kind)
 
 
-@pytest.mark.parametrize("kind", ["forward raises", "backward killed"])
-def test_the_others_end_with_a_message(kind: str) -> None:
-    with fresh_group(4, timeout=4) as group:
-        outcomes = group.outcomes(rank_trouble, kind, limit=600, ranks=(0, 2, 3))
+TROUBLES = ("forward raises", "backward killed")
+
+
+@pytest.fixture(scope="module")
+def endings() -> dict[str, Ending]:
+    return endings_of(4, dict.fromkeys(TROUBLES, (rank_trouble, (0, 2, 3))))
+
+
+@pytest.mark.parametrize("kind", TROUBLES)
+def test_the_others_end_with_a_message(kind: str, endings: dict[str, Ending]) -> None:
+    _, outcomes = endings[kind]
     for rank in (0, 2, 3):
         assert outcomes[rank].ok, outcomes[rank].result
         assert f"rank {rank} of 4 waited in vain" in outcomes[rank].result

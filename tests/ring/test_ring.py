@@ -4,6 +4,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from contratile.engine.backends import torch_tiles
 from contratile.ring.mail import PostOffice
 from contratile.ring.schedule import Hop
 from contratile.ring.team import NoAnswer, RankLost, Team, bounded, watched
-from tests.ranks import fresh_group, pool
+from tests.ranks import Outcome, fresh_group, pool
 from tests.torchvision_repair import repair_torchvision
 
 SIZES: list[tuple[int, ...]] = [(9,), (8, 9), (1, 6), (5, 0, 17), (7, 7, 7), (3, 11, 0, 2)]
@@ -494,11 +496,42 @@ def test_a_peer_that_is_gone_before_a_block_is_posted(monkeypatch: pytest.Monkey
         office.post((torch.ones(2, 3),), Hop(target=1, origin=1), 2)
 
 
-@pytest.mark.parametrize("kind", ["forward raises", "forward killed", "forward stalls", "backward killed", "absent"])
-def test_the_others_end_with_a_message(kind: str) -> None:
-    with fresh_group(3, timeout=4) as group:
-        pids = [process.pid for process in group.processes]
-        outcomes = group.outcomes(trouble, kind, limit=600, ranks=(0, 1, 2) if kind.endswith("raises") else (0, 2))
+Ending = tuple[list[int | None], list[Outcome]]
+"""The processes of a group, and how its ranks ended."""
+
+
+def endings_of(world: int, cases: dict[str, tuple[Callable[..., str], tuple[int, ...]]]) -> dict[str, Ending]:
+    """Groups with a rank in trouble, all at once, as they do little but wait. A case has the ranks that answer."""
+
+    def ending(kind: str) -> Ending:
+        function, answer = cases[kind]
+        with fresh_group(world, timeout=4) as group:
+            pids = [process.pid for process in group.processes]
+            return pids, group.outcomes(function, kind, limit=600, ranks=answer)
+
+    with ThreadPoolExecutor(len(cases)) as threads:
+        return dict(zip(cases, threads.map(ending, cases), strict=True))
+
+
+def stalled_host(over: str) -> str:
+    if over == "store":
+        setattr(type(dist.group.WORLD), "_device_types", property(lambda group: [torch.device("cuda")]))  # noqa: B010
+    return trouble("store stalls")
+
+
+TROUBLES = ("forward raises", "forward killed", "forward stalls", "backward killed", "absent")
+HOSTS = ("gloo", "store")
+
+
+@pytest.fixture(scope="module")
+def endings() -> dict[str, Ending]:
+    troubles = {kind: (trouble, (0, 1, 2) if kind.endswith("raises") else (0, 2)) for kind in TROUBLES}
+    return endings_of(3, troubles | dict.fromkeys(HOSTS, (stalled_host, (1, 2))))
+
+
+@pytest.mark.parametrize("kind", TROUBLES)
+def test_the_others_end_with_a_message(kind: str, endings: dict[str, Ending]) -> None:
+    pids, outcomes = endings[kind]
     for rank in (0, 2):
         assert outcomes[rank].ok, outcomes[rank].result
         assert f"rank {rank} of 3 waited in vain" in outcomes[rank].result
@@ -510,21 +543,14 @@ def test_the_others_end_with_a_message(kind: str) -> None:
         assert pid is not None and not os.path.exists(f"/proc/{pid}"), "an orphan"  # noqa: PTH110
 
 
-@pytest.mark.parametrize("over", ["gloo", "store"])
-def test_a_stalled_host_of_the_store_ends_the_others(over: str) -> None:
+@pytest.mark.parametrize("over", HOSTS)
+def test_a_stalled_host_of_the_store_ends_the_others(over: str, endings: dict[str, Ending]) -> None:
     """Also where the handshake goes through the store, as it does in groups without a CPU backend."""
-    with fresh_group(3, timeout=4) as group:
-        outcomes = group.outcomes(stalled_host, over, limit=600, ranks=(1, 2))
+    _, outcomes = endings[over]
     for rank in (1, 2):
         assert outcomes[rank].ok, outcomes[rank].result
         told = "waited in vain for another rank, probably rank 0 (the group's store does not answer) to start the loss"
         assert f"rank {rank} of 3 {told}" in outcomes[rank].result, outcomes[rank].result
-
-
-def stalled_host(over: str) -> str:
-    if over == "store":
-        setattr(type(dist.group.WORLD), "_device_types", property(lambda group: [torch.device("cuda")]))  # noqa: B010
-    return trouble("store stalls")
 
 
 def test_bounded_calls() -> None:

@@ -4,11 +4,10 @@ import errno
 import gc
 import os
 import socket
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -16,21 +15,38 @@ import pytest
 from contratile.cli import main
 from contratile.train.claim import LOCK, claim
 from contratile.train.config_file import to_toml
+from tests.ranks import process_context
 from tests.train.runs import shapes, small
 
 fcntl = pytest.importorskip("fcntl")
-HOLD = "import sys; from pathlib import Path; from contratile.train.claim import claim; "
-HOLD += "held = [claim(Path(run)) for run in sys.argv[1:]]"
+CONTEXT = process_context()
+"""Processes that have imported the package."""
+
+
+def hold(runs: tuple[Path, ...], pipe: Connection) -> None:
+    """Claim runs, and keep them until the other end is closed."""
+    try:
+        held = [claim(run) for run in runs]
+    except ValueError as error:
+        pipe.send(str(error))
+        return
+    pipe.send("held")
+    with suppress(EOFError):
+        pipe.recv()
+    del held
 
 
 @contextmanager
-def holder(*runs: Path) -> Iterator["subprocess.Popen[str]"]:
-    """A process that has claimed runs."""
-    words = [sys.executable, "-c", f"{HOLD}; print('held', flush=True); sys.stdin.read()", *map(str, runs)]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "held\n"
-        yield process
-        process.kill()
+def holder(*runs: Path) -> Iterator[tuple[int, str]]:
+    """A process that claims runs, and what it says."""
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=hold, args=(runs, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    yield process.pid, ours.recv()
+    process.kill()
+    process.join()
+    ours.close()
 
 
 def test_the_second_is_refused_before_it_writes_and_a_kill_frees_the_folder(
@@ -40,11 +56,12 @@ def test_the_second_is_refused_before_it_writes_and_a_kill_frees_the_folder(
     run.mkdir()
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(to_toml(small(shapes(tmp_path / "shapes"), run, steps=1)), encoding="utf-8")
-    with holder(run) as first:
+    with holder(run) as (pid, said):
+        assert said == "held"
         assert main(["train", "--config", str(recipe)]) == 2
         told = capsys.readouterr().err
         assert "out: expected a folder that no other run writes to" in told
-        assert f"used by process {first.pid} on '{socket.gethostname()}'. Wait for it or stop it" in told
+        assert f"used by process {pid} on '{socket.gethostname()}'. Wait for it or stop it" in told
         assert [path.name for path in run.iterdir()] == [LOCK]
     assert main(["train", "--config", str(recipe)]) == 0
 
@@ -52,12 +69,12 @@ def test_the_second_is_refused_before_it_writes_and_a_kill_frees_the_folder(
 def test_a_process_may_claim_again_and_gives_up_with_the_last_reference(tmp_path: Path) -> None:
     first, second = claim(tmp_path), claim(tmp_path / ".." / tmp_path.name)
     assert first is second is not None
-    words = [sys.executable, "-c", HOLD, str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and f"process {os.getpid()}" in done.stderr
+    with holder(tmp_path) as (_, said):
+        assert f"process {os.getpid()}" in said
     del first, second
     gc.collect()
-    assert subprocess.run(words, check=False).returncode == 0
+    with holder(tmp_path) as (_, said):
+        assert said == "held"
 
 
 def test_rubbish_in_the_file(tmp_path: Path) -> None:
@@ -65,7 +82,8 @@ def test_rubbish_in_the_file(tmp_path: Path) -> None:
     runs = [tmp_path / str(number) for number in range(len(rubbish))]
     for run in runs:
         run.mkdir()
-    with holder(*runs):
+    with holder(*runs) as (_, said):
+        assert said == "held"
         for run, text in zip(runs, rubbish, strict=True):
             (run / LOCK).write_text(text)
             with pytest.raises(ValueError, match="used by another process"):

@@ -25,6 +25,7 @@ there should be none. Copies of operands that pass through registers (fp32 on sm
 """
 
 import argparse
+import functools
 import re
 import sys
 from collections import Counter
@@ -119,6 +120,7 @@ class Count(NamedTuple):
         return f"{start} ({shown}); product {self.product:.2f}, once {sum(self.once.values()):.2f}; {use}{notes}"
 
 
+@functools.cache
 def class_of(instruction: Instruction) -> str:
     text = f"{instruction.name} {','.join(instruction.operands[1:3])}".removeprefix("U")  # of the uniform datapath
     return next(group for group, forms in CLASSES.items() if re.match(forms, text))

@@ -72,6 +72,39 @@ def _computed_in(self: Any, a: Any, a_is_scalar: bool, b: Any, b_is_scalar: bool
     return found
 
 
+def _operands(
+    self: Any,
+    lhs: Any,
+    rhs: Any,
+    allow_lhs_ptr: bool = False,
+    allow_rhs_ptr: bool = False,
+    arithmetic_check: bool = True,
+    div_or_mod: bool = False,
+) -> Any:
+    """Of one type and shape: they stay as they are."""
+    if type(lhs) is type(rhs) is tl.core.tensor and not div_or_mod and lhs.dtype.name in _PLAIN:
+        left, right = lhs.type, rhs.type
+        if lhs.dtype.name == rhs.dtype.name:
+            if left.is_block():
+                if right.is_block() and left.shape is right.shape:
+                    return lhs, rhs
+            elif not right.is_block():
+                return lhs, rhs
+    return _stock_operands(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+
+def _constant(self: Any, value: Any, dtype: Any) -> Any:
+    """Numbers are never written to. (0.0 and -0.0 are different numbers.)"""
+    kind = type(value)
+    if kind is not int and not (kind is float and value):
+        return _stock_constant(self, value, dtype)
+    key = kind, value, dtype.name
+    found = _constants.get(key)
+    if found is None:
+        found = _constants[key] = _stock_constant(self, value, dtype)
+    return found
+
+
 def _generic_reduce(self: Any, values: Any) -> Any:
     """By halves, as GPUs reduce, where the stock interpreter combines single elements."""
     if self.axis is None or len(values) > 1:
@@ -83,6 +116,7 @@ def _generic_reduce(self: Any, values: Any) -> Any:
     return [self.to_tensor(data if self.keep_dims else data.squeeze(self.axis), dtype)]
 
 
+_PLAIN = {"fp32", "int32", "int64", "int1"}
 _scalar = tl.core.tuple([]), tl.constexpr(1)
 _numpy_dtypes: dict[str, Any] = {}
 _blocks: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
@@ -90,10 +124,13 @@ _shapes: dict[tuple[int, ...], Any] = {}
 _computed: dict[tuple[str, bool, str, bool, bool], Any] = {}
 _stock_dtype, _stock_equal, _stock_block = stock._get_np_dtype, tl.core.dtype.__eq__, tl.core.block_type.__init__
 _stock_broadcast, _stock_computed = Semantic.broadcast_impl_value, Semantic.computation_type_impl
+_stock_operands, _stock_constant = Semantic.binary_op_type_checking_impl, Semantic.scalar_constant
+_constants: dict[tuple[type, Any, str], Any] = {}
 _stock_generic_reduce, _stock_unwrapped = stock.ReduceOps.generic_reduce, tl.core._unwrap_if_constexpr
 stock._get_np_dtype = _numpy_dtype
 tl.core.tensor.__init__, tl.core.dtype.__eq__, tl.core.block_type.__init__ = _begin, _equal, _block
 Semantic.broadcast_impl_value, Semantic.computation_type_impl = _same_shape, _computed_in
+Semantic.binary_op_type_checking_impl, Semantic.scalar_constant = _operands, _constant
 # Ten operations at every sum of whole numbers, for an assertion that is skipped without TRITON_DEBUG.
 Semantic.binary_op_sanitize_overflow_impl = lambda *_: None
 stock.ReduceOps.generic_reduce, tl.core._unwrap_if_constexpr = _generic_reduce, _unwrapped

@@ -11,7 +11,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,11 +50,13 @@ class Instruction(NamedTuple):
         return bool(self.guard) or self.kind not in ("EXIT", "RET", "BPT", "KILL", "JMP")
 
     @property
+    @cache  # noqa: B019 - the same instructions are asked for again and again
     def writes(self) -> frozenset[str]:
         """Registers and predicates."""
         return frozenset(self._written[1])
 
     @property
+    @cache  # noqa: B019
     def reads(self) -> frozenset[str]:
         """Registers and predicates. Rather one too many: of a pair, also the half that is not read."""
         count = self._written[0]
@@ -228,6 +230,7 @@ class Code:
         return found[1]
 
 
+@cache
 def disassembled(cubin: bytes) -> str:
     """What nvdisasm says of it."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
