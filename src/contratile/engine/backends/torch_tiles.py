@@ -355,8 +355,8 @@ def _direction(side: SideGrad | None, scores: Scores, spec: Spec) -> Direction |
         # A row that the guide left without pairs: any finite number will do, as all its weights are set to 0.
         lse = lse.masked_fill(lse == -torch.inf, 0)
         return Direction(lse, side.grad, guide_limit(side.level, spec))
-    # A row whose pairs are all excluded has -inf: use a finite floor instead.
-    if spec.exclude_self or spec.filters or scores.rule.query_ids is not None:
+    # A row whose pairs are all excluded, by a bias of -inf too, has -inf: use a finite floor instead.
+    if spec.exclude_self or spec.filters or scores.rule.query_ids is not None or scores.col_bias is not None:
         lse = lse.clamp(min=lowest(lse.dtype))
     return Direction(lse, side.grad, _limit(side.level, spec))
 
