@@ -113,11 +113,18 @@ def test_dense_code_is_what_the_losses_compute() -> None:
 
 
 def test_further_sections_are_what_the_losses_compute() -> None:
-    """docs/losses.md: directions, Matryoshka dimensions, a teacher and a guide against ours."""
-    directions, queue, nested, one_product, taught, asked, guided, warning = LOSSES[4:]
+    """docs/losses.md: biases, directions, Matryoshka dimensions, a teacher and a guide against ours."""
+    biases, elsewhere, directions, queue, nested, one_product, taught, asked, guided, warning = LOSSES[4:]
     given = names()
     given |= {"key": given["text"], "labels": torch.arange(24), "strength": 9.0}
     pair, scale = (given["query"], given["key"]), given["scale"]
+    more: dict[str, Any] = {name: given[name] for name in ("extra_keys", "hard_negatives")}
+    added: dict[str, Any] = {"key_bias": torch.randn(24), "extra_bias": torch.randn(7), "hard_bias": torch.randn(24, 3)}
+    given |= added
+    exec(biases, given)
+    torch.testing.assert_close(ct.info_nce(*pair, scale, **more, **added), given["loss"])
+    exec(elsewhere, given)
+    torch.testing.assert_close(ct.info_nce(*pair, scale, **more, in_batch_negatives=False), given["loss"])
     exec(directions, given)
     harder: dict[str, Any] = {"hardness_mode": "in_batch_negatives", "hardness_strength": 9.0}
     four: Any = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")

@@ -247,8 +247,8 @@ def cross_entropies(
         scores = scores + hardness_strength * similar.detach() * (hard[hardness_mode] & ~is_label)
     every = scores.masked_fill(~count, -INF)
     lse = (every if further is None else torch.cat([every, further], 1)).logsumexp(1)
-    mean = (scores * count).sum(1) / count.sum(1)
-    pos = (scores * is_pos).sum(1) / is_pos.sum(1)
+    mean = torch.where(count, scores, 0).sum(1) / count.sum(1) if label_smoothing else 0
+    pos = torch.where(is_pos, scores, 0).sum(1) / is_pos.sum(1)
     losses = lse - (1 - label_smoothing) * pos - label_smoothing * mean
     if teacher is None:
         return losses

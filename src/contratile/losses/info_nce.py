@@ -144,8 +144,8 @@ def info_nce(
         hard_negatives: [N, H, D] negatives of one query each.
         hard_mask: [N, H] bool, False where a hard negative is padding.
         key_bias: [M] numbers added to the scaled scores of each key, with a gradient if they need one. -log q, where q
-            is how often a key occurs in batches, corrects for that (logQ). Statistics and margins go by
-            similarities, without biases.
+            is how often a key occurs in batches, corrects for that (logQ). A negative with a bias of -inf is left
+            out. Statistics and margins go by similarities, without biases.
         extra_bias: [E] the same for the extra keys.
         hard_bias: [N, H] the same for the hard negatives.
         margin: Drop negatives more similar than the positive minus this margin (before the scale): they are probably

@@ -177,6 +177,7 @@ def own_hard_negatives(x: Inputs, stats: PairStats, options: PairOptions, hard: 
         counts = counts & (own_products(options.guide[0], options.hard_guide) <= limit.unsqueeze(1))
     if options.hard_bias is not None:
         scores = scores + with_axes(stats.of_nats(options.hard_bias.to(scores.dtype)), scores)
+        counts = counts & (scores > -torch.inf)
     # A finite floor, not -inf: a query whose every negative is masked has a gradient of 0 here, not NaN.
     floor = torch.finfo(scores.dtype).min / 2
     above = torch.where(counts, scores - stats.pos.unsqueeze(1), floor)

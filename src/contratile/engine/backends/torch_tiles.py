@@ -355,8 +355,8 @@ def _direction(side: SideGrad | None, scores: Scores, spec: Spec) -> LseSide | N
         # The guide may drop all pairs of a row: any finite number will do, because all its weights are set to 0.
         lse = lse.masked_fill(lse == -torch.inf, 0)
         return LseSide(lse, side.grad, guide_limit(side.level, spec))
-    # A row whose pairs are all excluded has -inf: use a finite floor instead.
-    if spec.exclude_self or spec.filters or scores.rule.query_ids is not None:
+    # A row whose pairs are all excluded, by a bias of -inf too, has -inf: use a finite floor instead.
+    if spec.exclude_self or spec.filters or scores.rule.query_ids is not None or scores.col_bias is not None:
         lse = lse.clamp(min=lowest(lse.dtype))
     return LseSide(lse, side.grad, _limit(side.level, spec))
 
