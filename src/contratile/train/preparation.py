@@ -20,12 +20,12 @@ from contratile.data.loader import Loader
 from contratile.data.sample import Indexed, Stream, traits_of
 from contratile.grad_cache import GradCache
 from contratile.grad_cache.lengths import ByLength
-from contratile.models.towers import Towers, check_recipe
+from contratile.models.towers import RECIPE_FILES, Towers, check_recipe
 from contratile.report.metric_text import side_names
 from contratile.report.trackers import check_trackers
 from contratile.train import checkpoint
 from contratile.train.chunk import choose_chunk
-from contratile.train.claim import Claim
+from contratile.train.claim import Claim, remove_unused
 from contratile.train.config import TrainConfig
 from contratile.train.config_file import CONFIG, load_config, save_config
 from contratile.train.encoders import locked_outputs, shared_towers, step_encoders
@@ -103,6 +103,9 @@ class PreparedRun:
     claim: Claim | None
     """Keeps other runs out of the folder as long as it lives."""
 
+    created: list[Path]
+    """The folders that were created for the run, by the main process."""
+
     resumed: Path | None
     """The checkpoint that the run resumes from."""
 
@@ -148,18 +151,22 @@ class PreparedRun:
         self._join_processes()
         self._open_data()
         self._claim_folder()
-        self._build_towers()
-        self._load_second(notify)
-        self._choose_chunk(notify)
-        self._make_loader()
-        self._check_memory(notify)
-        self._compute_locked_outputs(notify, say)
-        self._make_cache()
-        self._make_optimizer()
-        if self.resumed is not None:
-            self._restore(self.resumed)
-        if self.main:
-            save_config(self.config, self.config.run.out)
+        try:
+            self._build_towers()
+            self._load_second(notify)
+            self._choose_chunk(notify)
+            self._make_loader()
+            self._check_memory(notify)
+            self._compute_locked_outputs(notify, say)
+            self._make_cache()
+            self._make_optimizer()
+            if self.resumed is not None:
+                self._restore(self.resumed)
+            if self.main:
+                save_config(self.config, self.config.run.out)
+        except BaseException:  # refused, or interrupted: as if the command had not been given
+            remove_unused(self.claim, self.created, RECIPE_FILES)
+            raise
 
     def _join_processes(self) -> None:
         from accelerate.utils import set_seed
@@ -194,7 +201,7 @@ class PreparedRun:
             self.notices.append(f"batch {asked:,} is larger than the {pairs:,} pairs of an epoch: using {batch:,}")
 
     def _claim_folder(self) -> None:
-        self.resumed, self.claim = claim_and_find_checkpoint(self.config.run, self.main)
+        self.resumed, self.claim, self.created = claim_and_find_checkpoint(self.config.run, self.main)
 
     def _build_towers(self) -> None:
         wait, resumed = self.accelerator.wait_for_everyone, run_of(self.resumed) if self.resumed else None
