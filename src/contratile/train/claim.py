@@ -37,7 +37,8 @@ class Claim:
         self.release = weakref.finalize(self, os.close, descriptor)
 
 
-_ours: weakref.WeakValueDictionary[Path, Claim] = weakref.WeakValueDictionary()
+_ours: weakref.WeakValueDictionary[str, Claim] = weakref.WeakValueDictionary()
+"""By folder. As text: at the end of a program paths can no longer be compared."""
 
 
 def claim(run: Path) -> Claim | None:
@@ -48,7 +49,7 @@ def claim(run: Path) -> Claim | None:
         FileNotFoundError: It is not there, or was just removed.
     """
     place = run.resolve()
-    held = _ours.get(place)
+    held = _ours.get(str(place))
     if held is not None and held.release.alive and _is_of(held.descriptor, place):
         return held
     # Do not follow a link: the folder may come from anyone.
@@ -71,7 +72,7 @@ def claim(run: Path) -> Claim | None:
     except BaseException:
         os.close(descriptor)
         raise
-    held = _ours[place] = Claim(descriptor)
+    held = _ours[str(place)] = Claim(descriptor)
     return held
 
 
