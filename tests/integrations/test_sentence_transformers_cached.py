@@ -189,7 +189,7 @@ def test_options_may_be_set_after_a_step() -> None:
         ("mini_batch_size", 7, 12),
         ("keep_graphs", 6, 6),
         ("keep_graphs", 0, 12),
-        ("lengths", "auto", 13),  # and a look whether padding matters
+        ("lengths", "auto", 14),  # and texts with and without padding
     ):
         calls = 0
         setattr(loss, option, value)
