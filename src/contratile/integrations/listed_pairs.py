@@ -50,8 +50,11 @@ def sup_con_of_listed(query: Tensor, key: Tensor, scale: Tensor, pairs: Listed) 
     A pair that is listed several times counts once.
     """
     size, n = len(key), len(query)
-    positive = torch.unique(pairs.a * size + pairs.p)
-    every = torch.unique(torch.cat([positive, pairs.a2 * size + pairs.n]))
+    positive, negative = (torch.unique(a * size + b) for a, b in ((pairs.a, pairs.p), (pairs.a2, pairs.n)))
+    every = torch.unique(torch.cat([positive, negative]))
+    if len(every) < len(positive) + len(negative):
+        remedy = "Pass what a miner returns for the labels of these embeddings."
+        bad_value("indices_tuple", expected="positives or negatives", got="pairs that are both", remedy=remedy)
     lse = _logsumexp(scores_of(query, key, scale, every // size, every % size), every // size, n)
     anchor = positive // size
     terms = lse[anchor] - scores_of(query, key, scale, anchor, positive % size)

@@ -320,6 +320,10 @@ def build_towers(
     return towers
 
 
+RECIPE_FILES = (WordTokenizer.FILE,)
+"""What `save_recipe` may write."""
+
+
 def save_recipe(towers: Towers, folder: Path) -> None:
     """Write what `build_towers` needs besides weights: the trained tokenizer, if there is one."""
     for tower in (towers.left, towers.right):

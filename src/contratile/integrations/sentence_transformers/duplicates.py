@@ -31,11 +31,12 @@ def duplicate_ids(columns: list[dict[str, Tensor]], *, everywhere: bool) -> Dupl
 
     `everywhere` also compares with the texts of all ranks, which is collective.
     """
-    sizes = [len(next(iter(features.values()))) for features in columns]
+    hashes = [text_hashes(features) for features in columns]
+    sizes = [len(x) for x in hashes]
     if len(set(sizes)) > 1:
         remedy = "Each anchor needs its own documents beside exclude_duplicates=."
         bad_value("exclude_duplicates", expected="columns of one length", got=sizes, remedy=remedy)
-    texts = torch.stack([text_hashes(features) for features in columns], 1)
+    texts = torch.stack(hashes, 1)
     team = Team.of("auto" if everywhere else None)
     (pairs,) = gather_rows(team, "exclude_duplicates", texts[:, :2].contiguous())
     known, at = torch.unique(pairs, return_inverse=True)

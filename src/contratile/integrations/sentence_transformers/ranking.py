@@ -107,8 +107,6 @@ class MultipleNegativesRankingLoss(CheckedModule):
         matryoshka_weights: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
-        if not scale > 0:
-            bad_value("scale", expected="a positive number", got=scale, remedy="It is 1 / temperature.")
         self.model = model
         self.scale = scale
         self.similarity_fct = similarity_fct
@@ -130,7 +128,9 @@ class MultipleNegativesRankingLoss(CheckedModule):
     def check_option(self, name: str, value: Any) -> Any:
         """Check an option when it is set. `directions` and `partition_mode` depend on each other and are set one after
         the other, so they are compared in the call."""
-        if name == "similarity_fct":
+        if name == "scale" and not value > 0:
+            bad_value(name, expected="a positive number", got=value, remedy="It is 1 / temperature.")
+        elif name == "similarity_fct":
             value = default_similarity() if value is None else value
             is_cosine(value)
         elif name == "directions":
