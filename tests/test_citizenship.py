@@ -392,6 +392,20 @@ def test_import_is_lazy() -> None:
     assert done.stdout.split() == []
 
 
+def test_loaded_modules_are_never_replaced() -> None:
+    """`sys.modules` belongs to Python: the package looks packages up there and changes nothing."""
+    root = Path(ct.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            changed = isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load) and _is_modules(node.value)
+            called = isinstance(node, ast.Attribute) and node.attr != "get" and _is_modules(node.value)
+            assert not (changed or called), f"{path}:{getattr(node, 'lineno', 0)} changes sys.modules"
+
+
+def _is_modules(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == "modules" and ast.unparse(node) == "sys.modules"
+
+
 def _layers() -> list[str]:
     """The list in CONTRIBUTING.md: the first word of each line."""
     page = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")

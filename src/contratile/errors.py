@@ -4,7 +4,7 @@ bad_value("tile", expected="a positive int", got=-1, remedy="Leave it out for th
 # ValueError: tile: expected a positive int, got -1. Leave it out for the default.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 import torch
@@ -92,7 +92,7 @@ def check_storage(name: str, x: Tensor) -> None:
         kind = "a nested tensor" if x.is_nested else f"layout {x.layout}"
         remedy = "Pad or pool it to one row per example." if x.is_nested else f"Convert it with {name}.to_dense()."
         bad_type(name, expected="a dense tensor", got=kind, remedy=remedy)
-    if torch.compiler.is_compiling() or type(x).__torch_dispatch__ is Tensor.__torch_dispatch__:
+    if type(x) is Tensor or torch.compiler.is_compiling() or type(x).__torch_dispatch__ is Tensor.__torch_dispatch__:
         return
     kind = type(x).__name__
     if kind == "AsyncCollectiveTensor":  # waits for its values by itself
@@ -107,8 +107,11 @@ def check_storage(name: str, x: Tensor) -> None:
     bad_type(name, expected="a plain tensor", got=f"a {kind}", remedy=remedy)
 
 
-def transform_under_way(tensors: Iterable[object]) -> str | None:
-    """Name the active transform that custom autograd functions do not support, or None. Takes under a microsecond."""
+def transform_under_way(tensors: Iterable[object] | Callable[[], Iterable[object]]) -> str | None:
+    """Name the active transform that custom autograd functions do not support, or None. Takes under a microsecond.
+
+    The tensors are looked at during forward-mode differentiation only, so a function may list them.
+    """
     if torch.compiler.is_compiling():
         return None
     if torch._C._are_functorch_transforms_active():
@@ -117,13 +120,13 @@ def transform_under_way(tensors: Iterable[object]) -> str | None:
         return "a call inside torch.jit.trace"
     if forward_ad._current_level >= 0 and any(
         isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
-        for x in tensors
+        for x in (tensors() if callable(tensors) else tensors)
     ):
         return "dual tensors of forward-mode differentiation"
     return None
 
 
-def check_transform(call: str, backend: str, tensors: Iterable[object]) -> None:
+def check_transform(call: str, backend: str, tensors: Iterable[object] | Callable[[], Iterable[object]]) -> None:
     """Raise a RuntimeError under transforms that a backend does not support: tiled losses support only `backward()`."""
     found = transform_under_way(tensors)
     if found is None:

@@ -67,9 +67,9 @@ def pair_stats(
     Pairs of equal id do not count unless labelled; with `same_id="positive"` they are positives too, which ranks do not
     count. `without_labelled` leaves the labelled pairs out of the sums. With `margin`, products above the positive's
     product minus `margin` are dropped, for rows and columns separately. Products are compared before the scale (negated
-    if the scale is negative), so that exact ties stay ties. Rows read `hardness` times the product, as a constant, on
-    top of all scores but the labelled ones. With a `guide`, pairs are dropped in the same way by its products: those
-    above the positive's minus `guide_margin` (times its absolute value if `guide_relative`).
+    if the scale is negative), so that exact ties stay ties. Rows add `hardness` times the product, as a constant, to
+    all scores except the labelled ones. A `guide` drops pairs in the same way by its own products: those above the
+    positive's minus `guide_margin` (times its absolute value if `guide_relative`).
     """
     key = query if key is None else key
     products = query @ key.T
@@ -139,12 +139,12 @@ def pair_stats(
 
 
 def guide_limit(level: Tensor, margin: float, *, relative: bool) -> Tensor:
-    """The highest product of a guide that counts, from that of the positive."""
+    """The highest guide product that counts, given the positive's."""
     return torch.where(level.isinf(), level, level - (level.abs() * margin if relative else margin))
 
 
 def _column_levels(level: Tensor, labels: Tensor | None, keys: int) -> Tensor:
-    """Per column the best product with a query whose positive it is; infinite without one, so that nothing is above."""
+    """Per column: the best product with a query whose positive it is; infinite (nothing is above) if there is none."""
     found = level.new_full((keys,), INF)
     return found if labels is None else found.scatter_reduce(0, labels, level, "amax", include_self=False)
 
@@ -190,11 +190,11 @@ def cross_entropies(
     guide_margin: float = 0.0,
     guide_margin_strategy: GuideMargin = "absolute",
 ) -> Tensor:
-    """The cross-entropy of each query against keys, extra keys and its hard negatives, which may be those of all.
+    """The cross-entropy of each query against keys, extra keys and hard negatives: its own, or everybody's.
 
-    Keys of a query's id do not count, or are positives too: then the target is the mean of the positives' scores.
-    `further` scores [N, any number] are in the same softmax. A `teacher` adds the cross-entropy between the softmax of
-    its scores and that of these. Keys that a `guide` finds more similar than the positive do not count.
+    Keys that share the query's id are left out, or are positives too: then the target is the mean of the positives'
+    scores. `further` scores [N, any number] join the same softmax. A `teacher` adds the cross-entropy between its
+    softmax and this one. A `guide` drops keys that it finds more similar than the positive.
     """
     blocks = [query @ key.T]
     biases = [torch.zeros_like(blocks[0]) if key_bias is None else key_bias.expand_as(blocks[0])]
@@ -247,8 +247,8 @@ def cross_entropies(
         scores = scores + hardness_strength * similar.detach() * (hard[hardness_mode] & ~is_label)
     every = scores.masked_fill(~count, -INF)
     lse = (every if further is None else torch.cat([every, further], 1)).logsumexp(1)
-    mean = (scores * count).sum(1) / count.sum(1)
-    pos = (scores * is_pos).sum(1) / is_pos.sum(1)
+    mean = torch.where(count, scores, 0).sum(1) / count.sum(1) if label_smoothing else 0
+    pos = torch.where(is_pos, scores, 0).sum(1) / is_pos.sum(1)
     losses = lse - (1 - label_smoothing) * pos - label_smoothing * mean
     if teacher is None:
         return losses
@@ -393,8 +393,8 @@ def _other_directions(
     directions: Sequence[str],
     margin: float | None,
 ) -> Tensor:
-    """The scores of all directions but query to document, -inf where a pair does not count. `others` are extra keys,
-    their ids, hard negatives [N, H, D] and their ids."""
+    """The scores of all directions except query to document, -inf where a pair does not count. `others` are extra
+    keys, their ids, hard negatives [N, H, D] and their ids."""
     n = len(query)
     extra, extra_ids, hard, hard_ids = others
     own = torch.eye(n, dtype=torch.bool, device=query.device)

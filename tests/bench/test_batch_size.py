@@ -7,20 +7,23 @@ import pytest
 import torch
 
 from contratile.bench import batch_size
-from contratile.bench.batch_size import Grid, Point, chosen_rate, key_of, points, read_rows, run_all
-from contratile.bench.batch_size_data import DataName, PairData, Pairs, load_pairs
+from contratile.bench.batch_size import BatchGrid, GridRun, chosen_rate, key_of, points, read_rows, run_all
+from contratile.bench.batch_size_data import DataName, PairData, PairTensors, load_pairs
 from contratile.bench.batch_size_run import rate, train
-from contratile.bench.batch_size_table import tables
+from contratile.bench.batch_size_table import batch_size_tables
 from contratile.bench.plots.batch_size import by_point, draw_batch_size
 
-GRIDS: dict[DataName, Grid] = {"icons": Grid((4, 8), (16, 32), 64), "wordnet": Grid((4, 8), (16, 32), 64)}
+GRIDS: dict[DataName, BatchGrid] = {
+    "icons": BatchGrid((4, 8), (16, 32), 64),
+    "wordnet": BatchGrid((4, 8), (16, 32), 64),
+}
 
 
 def pairs(name: DataName, folder: Path | None = None) -> PairData:
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(1, 50, (48, 6), generator=random, dtype=torch.int32)
     pixels = torch.randint(0, 256, (48, 1, 32, 32), generator=random, dtype=torch.uint8)
-    all_pairs = Pairs(pixels if name == "icons" else ids.flip(1), ids, torch.arange(48))
+    all_pairs = PairTensors(pixels if name == "icons" else ids.flip(1), ids, torch.arange(48))
     return PairData(name, all_pairs.rows(slice(32)), all_pairs.rows(slice(32, None)), 50)
 
 
@@ -49,7 +52,7 @@ def test_a_run_continues_where_it_ended(tmp_path: Path, quick: None) -> None:
 def test_tables_tell_what_is_missing() -> None:
     row = {"purpose": "run", "data": "icons", "size": 16, "batch": 4, "lr": 1e-3}
     rows = [row | {"recall_10": recall} for recall in (0.25, 0.5, 0.75)] + [row | {"batch": 8, "recall_10": 0.5}]
-    text = tables(rows, {"icons": (4, 8, 16)}, {"icons": (16,)})
+    text = batch_size_tables(rows, {"icons": (4, 8, 16)}, {"icons": (16,)})
     assert "| icons, 16 | 0.500 (0.250 to 0.750) | 0.500 (0.500 to 0.500, 1 of 3 seeds) | not run |" in text
     assert "| learning rate | 0.001 | 0.001 | not run |" in text
 
@@ -75,7 +78,7 @@ def test_every_run_sees_as_many_samples() -> None:
     row = {"purpose": "rate", "lr": 1e-3, "recall_10": 0.2}
     known = [row | {"data": data, "batch": b} for data, grid in batch_size.GRIDS.items() for b in grid.batches]
     reported = [point for point in points(batch_size.GRIDS, known) if point.purpose == "run"]
-    assert len(set(reported)) == len(reported) == 90 and isinstance(reported[0], Point)
+    assert len(set(reported)) == len(reported) == 90 and isinstance(reported[0], GridRun)
 
 
 def test_training_learns() -> None:

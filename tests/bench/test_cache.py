@@ -12,7 +12,7 @@ import torch
 from contratile.bench.cache import BENCH, CacheBenchConfig
 from contratile.bench.contestants.cache import CACHE_CONTESTANTS, CacheProblem
 from contratile.bench.plots import draw
-from contratile.bench.rows import CacheRow, Recording, load, save
+from contratile.bench.rows import CacheRow, Recording, load_rows, save_rows
 from contratile.cli import main
 from tests.grad_cache.towers import ROUNDING, gap
 
@@ -30,7 +30,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is measured on Linux")
 def test_rows(results: Path) -> None:
-    rows = load(results / "cache.json").rows
+    rows = load_rows(results / "cache.json").rows
     found = {(row.contestant, row.n): row for row in rows}
     assert len(rows) == 6 and all(row.chunk == 4 and row.layers == 1 and row.d == 32 for row in rows)
     ours, plain = found["contratile", 12], found["plain", 12]
@@ -61,7 +61,7 @@ def test_plots_take_gaps(tmp_path: Path) -> None:
     )
     known = {"cpu": "p", "threads": "1", "torch": "t", "commit": "c", "memory_gib": "1.0"}
     recording = Recording(rows, known, "x", "cache")
-    assert load(save(recording, tmp_path)[1]) == recording
+    assert load_rows(save_rows(recording, tmp_path)[1]) == recording
     assert draw(recording, tmp_path)[0].stat().st_size > 5000
 
 

@@ -18,7 +18,7 @@ from contratile.bench.contestants.loss import CLIP, LossProblem
 from contratile.bench.family import FamilyBenchConfig
 from contratile.bench.harness import GemmLimit, describe, interleave
 from contratile.bench.loss import BENCH, NEEDS_CUDA, LossBenchConfig, LossSeries
-from contratile.bench.rows import Recording, hardware_text, load, save
+from contratile.bench.rows import Recording, hardware_text, load_rows, save_rows
 from contratile.bench.runner import run
 from contratile.cli import main
 
@@ -217,13 +217,13 @@ def test_rows_of_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
         assert row.device == NAME and row.error_grad is not None and row.error_grad < 0.1
     assert recording.environment["device"] == NAME
     assert all(said[-4:] == ["--device", "cpu", "--dtype", "float16"] for said in words) and len(words) == 3
-    assert load(save(recording, tmp_path)[1]) == recording
+    assert load_rows(save_rows(recording, tmp_path)[1]) == recording
     assert NAME in (tmp_path / "loss.csv").read_text()
 
 
 def test_rows_from_before_there_were_devices_are_of_the_cpu() -> None:
     for path in (Path(__file__).parents[2] / "benchmarks/results").glob("*/loss.json"):
-        old: Recording[Any] = load(path)
+        old: Recording[Any] = load_rows(path)
         assert {row.device for row in old.rows} == {"cpu"} and hardware_text(old.environment) == old.environment["cpu"]
     assert hardware_text({"device": NAME, "cpu": "Some CPU"}) == f"{NAME}, Some CPU"
 

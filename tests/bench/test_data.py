@@ -19,7 +19,7 @@ from contratile.bench.data import BENCH, DataBenchConfig, DataSeries
 from contratile.bench.data_files import SHARDS, Files, caption_of, jpeg, make_files
 from contratile.bench.data_point import DataPoint, Unable
 from contratile.bench.plots import draw
-from contratile.bench.rows import DataRow, Recording, load, save
+from contratile.bench.rows import DataRow, Recording, load_rows, save_rows
 from contratile.cli import main
 from contratile.cli.tables import notes
 from contratile.data.shards import Shards
@@ -69,7 +69,7 @@ def test_the_tokenizer_is_that_of_open_clip_where_it_is_installed() -> None:
 
 
 def test_rows(results: Path) -> None:
-    rows = load(results / "data.json").rows
+    rows = load_rows(results / "data.json").rows
     found = {(row.contestant, row.workers): row for row in rows}
     assert len(rows) == 6 and all(row.n == 8 and row.pixels == 40 and row.d == 16 and row.batch == 2 for row in rows)
     for workers in (0, 1):
@@ -111,7 +111,7 @@ def test_plots_take_gaps_and_notes_say_where(tmp_path: Path) -> None:
     )
     known = {"cpu": "p", "threads": "1", "torch": "t", "commit": "c", "memory_gib": "1.0"}
     recording = Recording(rows, known, "x", "data")
-    assert load(save(recording, tmp_path)[1]) == recording
+    assert load_rows(save_rows(recording, tmp_path)[1]) == recording
     assert draw(recording, tmp_path)[0].stat().st_size > 5000
     assert notes(recording) == ["open_clip, 40 pixels, 1 workers, D=16, N=8: not installed (x)"]
 

@@ -13,7 +13,7 @@ from contratile.bench.contestants.family import CASES, FAMILY
 from contratile.bench.contestants.loss import Case, LossContestant, quiet
 from contratile.bench.family import BENCH, FAMILY_CONTESTANTS, LOSSES, FamilyBenchConfig
 from contratile.bench.plots import draw
-from contratile.bench.rows import FamilyRow, Recording, load, save
+from contratile.bench.rows import FamilyRow, Recording, load_rows, save_rows
 from contratile.cli import main
 from contratile.cli.bench import EXTRA
 from tests.bench.test_loss import shell
@@ -44,7 +44,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.peers
 def test_run_measures_what_it_promises(results: Path) -> None:
-    recording: Recording[FamilyRow] = load(results / "family.json")
+    recording: Recording[FamilyRow] = load_rows(results / "family.json")
     rows = {(row.loss, row.contestant): row for row in recording.rows}
     measured = {("nt_xent", "contratile"), ("info_nce", "contratile"), ("info_nce", "info_nce_pytorch")}
     assert set(rows) == measured | {("nt_xent", "nobody"), ("info_nce", "nobody")}  # each in the losses that it has
@@ -96,8 +96,8 @@ def test_rows_survive_the_disk_and_plots_take_gaps(tmp_path: Path) -> None:
     )
     facts = {"cpu": "p", "threads": "1", "torch": "t", "commit": "c", "memory_gib": "1.0"}
     recording = Recording(rows, facts, "x", "family")
-    _, path = save(recording, tmp_path)
-    assert load(path) == recording
+    _, path = save_rows(recording, tmp_path)
+    assert load_rows(path) == recording
     (image,) = draw(recording, tmp_path)
     assert image.stat().st_size > 5000
 

@@ -18,7 +18,7 @@ from contratile.bench.clock import CpuClock
 from contratile.bench.contestants import loss as cases
 from contratile.bench.loss import BENCH, LossBenchConfig, LossSeries
 from contratile.bench.plots import draw
-from contratile.bench.rows import LossRow, Recording, load, save
+from contratile.bench.rows import LossRow, Recording, load_rows, save_rows
 from contratile.bench.runner import Measured, run
 from contratile.cli import COMMANDS, main
 from contratile.cli.bench import EXTRA
@@ -52,7 +52,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_run_measures_what_it_promises(results: Path) -> None:
-    recording = load(results / "loss.json")
+    recording = load_rows(results / "loss.json")
     rows = {row.contestant: row for row in recording.rows}
     assert set(rows) == {"dense", "contratile", "nobody"}
     for name in ("dense", "contratile"):
@@ -103,8 +103,8 @@ def test_rows_survive_the_disk_and_plots_take_gaps(tmp_path: Path) -> None:
         row(contestant="contratile", n=256, d=32, seconds_best=0.5, limit_seconds=0.25, peak_extra_mib=0.25),
     )
     recording = Recording(rows, {"cpu": "p", "threads": "1", "torch": "t", "commit": "c", "memory_gib": "1.0"}, "x")
-    _, path = save(recording, tmp_path)
-    assert load(path) == recording
+    _, path = save_rows(recording, tmp_path)
+    assert load_rows(path) == recording
     for image in draw(recording, tmp_path):
         assert image.stat().st_size > 5000
 
@@ -113,7 +113,7 @@ def test_recorded_runs_still_load() -> None:
     recorded = list((Path(__file__).parents[2] / "benchmarks/results").glob("*/loss.json"))
     assert recorded
     for path in recorded:
-        assert load(path).kind == "loss" and load(path).rows
+        assert load_rows(path).kind == "loss" and load_rows(path).rows
 
 
 def test_a_file_that_is_no_recording_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,11 +256,11 @@ def test_a_run_that_is_broken_off_leaves_its_rows(tmp_path: Path) -> None:
     )
 
     def keep(recording: Recording[LossRow]) -> None:
-        save(recording, tmp_path)
+        save_rows(recording, tmp_path)
         if len(recording.rows) == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         run(BENCH, config, command="x", keep=keep)
-    left = load(tmp_path / "loss.json")
+    left = load_rows(tmp_path / "loss.json")
     assert [(row.contestant, row.n) for row in left.rows] == [("dense", 32), ("nobody", 32), ("dense", 64)]

@@ -6,24 +6,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from contratile import clip_loss, reference
+from contratile import clip_loss, pair_lse, reference
 from contratile.bench import million, sampled_check
 from contratile.bench.contestants.loss import LossProblem
-from contratile.bench.sampled_check import SampledErrors, brute_force, recorded_stats, sampled_errors
-from contratile.engine.spec import PairStats
+from contratile.bench.sampled_check import SampledErrors, brute_force, sampled_errors
+
+Lse = tuple[torch.Tensor, torch.Tensor]
 
 
-def step(n: int = 96, d: int = 8) -> tuple[LossProblem, float, list[PairStats]]:
+def step(n: int = 96, d: int = 8) -> tuple[LossProblem, float, Lse]:
     problem = LossProblem.make(n, d, scale=10.0)
-    with recorded_stats() as found:
-        value = clip_loss(*problem.args, group=None)
-        value.backward()
-    return problem, value.item(), found
+    value = clip_loss(*problem.args, group=None)
+    value.backward()
+    return problem, value.item(), pair_lse(*problem.args, group=None)
 
 
-def check(problem: LossProblem, value: float, found: list[PairStats]) -> SampledErrors:
+def check(problem: LossProblem, value: float, lse: Lse) -> SampledErrors:
     image, text, scale = problem.args
-    return sampled_errors(image, text, scale, value, found[-1], samples=16)
+    return sampled_errors(image, text, scale, value, lse, samples=16)
 
 
 def test_brute_force_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,31 +48,23 @@ def test_a_right_step_passes() -> None:
 
 @pytest.mark.parametrize("which", ["image", "text", "scale", "rows", "value"])
 def test_a_wrong_step_is_found(which: str) -> None:
-    problem, value, found = step()
+    problem, value, (row_lse, col_lse) = step()
     image, text, scale = problem.args
     for tensor, name in ((image, "image"), (text, "text"), (scale, "scale")):
         assert tensor.grad is not None
         if name == which:
             tensor.grad *= 1.01
     if which == "rows":
-        stats = found[-1]
-        assert stats.row.total is not None
-        found.append(stats._replace(row=stats.row._replace(total=stats.row.total + 0.01)))
-    errors = check(problem, value * 1.01 if which == "value" else value, found)
+        row_lse = row_lse + 0.01
+    errors = check(problem, value * 1.01 if which == "value" else value, (row_lse, col_lse))
     seen = {"image": errors.image_grad, "text": errors.text_grad, "scale": errors.scale_grad}
     seen |= {"rows": errors.row_lse, "value": errors.value}
     assert seen[which] > 1e-3
 
 
-def test_recording_ends_with_the_block() -> None:
-    _, _, found = step()
-    clip_loss(*LossProblem.make(8, 4, scale=1.0).args, group=None)
-    assert len(found) == 1
-
-
 def test_record_writes_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(million, "TRIAL", 128)
-    path = million.record(512, 8, scale=14.3, samples=4, threads=1, out=tmp_path)
+    path = million.run_and_record(512, 8, scale=14.3, samples=4, threads=1, out=tmp_path)
     written = json.loads(path.read_text())
     assert written["command"].startswith("python -m contratile.bench.million --n 512 --d 8")
     assert written["measured"]["cpu_seconds"] > 0 and written["errors"]["row_lse"] < 1e-5
@@ -88,4 +80,4 @@ def test_progress_tells_how_far(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_counts_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="n: expected at least 1, got 0"):
-        million.record(0, 8, scale=1.0, samples=1, threads=1, out=tmp_path)
+        million.run_and_record(0, 8, scale=1.0, samples=1, threads=1, out=tmp_path)

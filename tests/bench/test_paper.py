@@ -7,7 +7,7 @@ import pytest
 
 from contratile.bench import paper
 from contratile.bench.paper import FITTED, rows
-from contratile.bench.paper_estimate import CAPACITY, MODELS, Model
+from contratile.bench.paper_estimate import CAPACITY, MODELS, PaperModel
 from contratile.bench.paper_tables import LARGEST_BATCH, LOSS_MEMORY, PAPER_GB, PEAK_MEMORY
 
 ROWS = rows()
@@ -58,7 +58,7 @@ def test_models_are_what_their_names_say(name: str) -> None:
     def blocks(width: int, layers: int) -> int:  # products, biases and norms of a transformer layer
         return layers * (12 * width**2 + 13 * width)
 
-    model: Model = MODELS[name]
+    model: PaperModel = MODELS[name]
     image, text = model.image, model.text
     patch = 14 if name == "ViT-L/14" else 16
     assert image.tokens == (224 // patch) ** 2 + 1
@@ -75,7 +75,7 @@ def test_forward_flops_are_two_per_weight_and_token() -> None:
 
 
 def test_record_writes_rows_and_tables(tmp_path: Path) -> None:
-    data, text = paper.record(tmp_path)
+    data, text = paper.write_paper(tmp_path)
     written = json.loads(data.read_text())
     assert [row["paper"] for row in written["rows"]] == [row.paper for row in ROWS]
     assert written["command"] == "python -m contratile.bench.paper" and written["environment"]["commit"]

@@ -13,7 +13,7 @@ import pytest
 
 from contratile.bench import plan_point
 from contratile.bench.plan import PlanBenchConfig, PlanSeries
-from contratile.bench.plan_points import POINTS, Point
+from contratile.bench.plan_points import POINTS, PlanPoint
 from contratile.bench.plan_server import PointServer
 from contratile.bench.plots.plan import error_lines, errors
 from contratile.bench.rows import PlanRow
@@ -64,7 +64,7 @@ def test_errors_are_those_of_runs_above_300_mib() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 def test_points_are_run_and_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """One and two ranks; memory is within a few MiB of what is predicted, which libraries take, however small."""
-    one = Point(model="tiny", batch=64, chunk=32, tokens=16)
+    one = PlanPoint(model="tiny", batch=64, chunk=32, tokens=16)
     points = (one, replace(one, chunk=16, world=2))
     monkeypatch.setattr("contratile.bench.plan.QUICK", points)
     series = PlanSeries(PlanBenchConfig(quick=True, threads=1, timed=True))

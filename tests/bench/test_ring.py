@@ -22,7 +22,7 @@ from contratile.bench.contestants.loss import LossProblem, quiet
 from contratile.bench.contestants.ring import RING_CONTESTANTS
 from contratile.bench.plots import draw
 from contratile.bench.ring import BENCH, RingBenchConfig
-from contratile.bench.rows import Recording, RingRow, load, save
+from contratile.bench.rows import Recording, RingRow, load_rows, save_rows
 from contratile.bench.runner import run
 from contratile.bench.traffic import bytes_sent
 from contratile.cli import main
@@ -48,7 +48,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.peers
 def test_run_measures_what_it_promises(results: Path) -> None:
-    recording: Recording[RingRow] = load(results / "ring.json")
+    recording: Recording[RingRow] = load_rows(results / "ring.json")
     rows = {(row.contestant, row.world): row for row in recording.rows}
     names = ("contratile", "disco")
     assert len(rows) == 3 * 2 and recording.kind == "ring" and recording.environment["threads"] == "1"
@@ -72,7 +72,7 @@ def test_run_measures_what_it_promises(results: Path) -> None:
 @pytest.mark.peers
 @pytest.mark.skipif(not LINUX, reason="the kernel's counters are read from Linux")
 def test_memory_and_bytes_are_counted(results: Path) -> None:
-    for row in load(results / "ring.json").rows:
+    for row in load_rows(results / "ring.json").rows:
         if row.contestant == "nobody":
             continue
         assert 0 <= row.peak_extra_mib < 1024
@@ -118,8 +118,8 @@ def test_rows_survive_the_disk_and_the_picture_takes_gaps(measured: bool, tmp_pa
     )
     facts = {"cpu": "p", "threads": "1", "torch": "t", "commit": "c", "memory_gib": "1.0"}
     recording = Recording(rows, facts, "x", "ring")
-    _, path = save(recording, tmp_path)
-    assert path.name == "ring.json" and load(path) == recording
+    _, path = save_rows(recording, tmp_path)
+    assert path.name == "ring.json" and load_rows(path) == recording
     (image,) = draw(recording, tmp_path)
     assert image.stat().st_size > 5000
 

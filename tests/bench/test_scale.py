@@ -8,7 +8,7 @@ import torch
 from contratile.bench.contestants.loss import LossProblem
 from contratile.bench.contestants.scale import MEMORY, _tiled_gradients, _tiled_lse, simulated
 from contratile.bench.plots import draw
-from contratile.bench.rows import Recording, ScaleRow, load, save
+from contratile.bench.rows import Recording, ScaleRow, load_rows, save_rows
 from contratile.bench.runner import run
 from contratile.bench.scale import BENCH, HOPS, ScaleBenchConfig, ScaleSeries
 from contratile.cli.tables import notes, tables
@@ -63,8 +63,8 @@ def test_over_nodes_only_where_there_are_several() -> None:
 
 def test_rows_are_recorded_and_drawn(recording: Recording[ScaleRow], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    save(recording, tmp_path)
-    assert load(tmp_path / "scale.json") == recording
+    save_rows(recording, tmp_path)
+    assert load_rows(tmp_path / "scale.json") == recording
     assert [path.name for path in draw(recording, tmp_path)] == ["scale.png"]
     assert len(tables(recording)) == 2 and notes(recording) == []
 

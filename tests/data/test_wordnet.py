@@ -41,13 +41,13 @@ def test_format(tmp_path: Path) -> None:
 @pytest.mark.parametrize("below", ["dict", "usr/share/wordnet", ""])
 def test_found_below_the_folder(tmp_path: Path, below: str) -> None:
     write(tmp_path / below, noun=NOUNS)
-    assert wordnet.find(tmp_path) == tmp_path / below
+    assert wordnet.find_wordnet(tmp_path) == tmp_path / below
 
 
 def test_found_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WNHOME", str(tmp_path))
     write(tmp_path / "dict", noun=NOUNS)
-    assert wordnet.find(None) == tmp_path / "dict"
+    assert wordnet.find_wordnet(None) == tmp_path / "dict"
 
 
 def test_no_wordnet_says_how_to_get_one(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from contratile.bench.contestants.loss import CLIP
 from contratile.cli import main
 from contratile.doctor import checkup, compare, report
 from contratile.doctor.checkup import BackendState, Findings
-from contratile.doctor.compare import LIMIT, MODEL, Comparison, chosen, predicted_seconds
+from contratile.doctor.compare import LIMIT, MODEL, Comparison, contestants_for, predicted_seconds
 from contratile.packages import BrokenPackage
 
 GPU = torch.device("cuda:0")
@@ -142,10 +142,10 @@ def test_json_has_no_nan() -> None:
 
 
 def test_who_is_compared_where() -> None:
-    names = {device: [who.name for who in chosen(CLIP, torch.device(device))] for device in ("cpu", "cuda")}
+    names = {device: [who.name for who in contestants_for(CLIP, torch.device(device))] for device in ("cpu", "cuda")}
     assert names["cpu"] == ["contratile", "dense", "open_clip", "inf_cl_ring"]
     assert names["cuda"] == ["contratile", "contratile_torch", "dense", "open_clip", "inf_cl"]
-    siglip = [who.name for who in chosen(CASES["siglip"], GPU)]
+    siglip = [who.name for who in contestants_for(CASES["siglip"], GPU)]
     assert siglip == ["contratile", "contratile_torch", "dense", "open_clip", "siglip_kernel"]
 
 

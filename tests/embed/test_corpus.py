@@ -16,7 +16,7 @@ from contratile.embed.open_corpus import open_corpus
 from contratile.embed.output import Output
 from contratile.embed.record import Record
 from contratile.embed.stored import open_stored
-from contratile.report.corpus import find, searched_side
+from contratile.report.corpus import find_hits, searched_side
 from contratile.report.gallery import thumbnail
 from contratile.train.gallery_search import encode_queries
 from contratile.train.loop import Trainer
@@ -61,14 +61,14 @@ def test_a_search_is_a_dense_one(folder: Path, suffix: str) -> None:
     features = encode_queries(towers.right, queries)
     left = torch.from_numpy(np.load(folder / "both.left.npy"))
     scores, best = (features.double() @ left.double().T).topk(7)
-    hits = find(corpus, queries, features, k=7, among="left")
+    hits = find_hits(corpus, queries, features, k=7, among="left")
     assert [[hit.item for hit in row] for row in hits] == best.tolist()
     torch.testing.assert_close(torch.tensor([[hit.score for hit in row] for row in hits]), scores.float())
     for hit in hits[0]:
         sample = source[hit.item]
         assert (hit.text, hit.name, hit.match) == (sample.right, sample.name, sample.right == queries[0])
         assert not isinstance(sample.left, str) and corpus.picture(hit.item) == thumbnail(sample.left)
-    (texts,) = find(corpus, ["blue-arc-1.png"], left[:1], k=96, among="right")
+    (texts,) = find_hits(corpus, ["blue-arc-1.png"], left[:1], k=96, among="right")
     assert [hit.text for hit in texts if hit.match] == ["blue arc of size 1"] and not texts[0].name
 
 
@@ -79,9 +79,9 @@ def test_equal_items_are_found_once(folder: Path, tmp_path: Path, suffix: str) -
     table.write_text("\n".join(["path,caption", *rows, f"{folder}/shapes/blue-arc-3.png,text 0"]) + "\n")
     embed(folder / "run", table, tmp_path / f"f.{suffix}", "--side", "both")
     corpus, towers, _, _ = open_corpus(tmp_path)
-    (hits,) = find(corpus, ["red"], encode_queries(towers.right, ["red"]), k=8, among="left")
+    (hits,) = find_hits(corpus, ["red"], encode_queries(towers.right, ["red"]), k=8, among="left")
     assert len(hits) == 3 and len({hit.name for hit in hits}) == 3
-    (hits,) = find(corpus, ["red"], encode_queries(towers.right, ["red"]), k=40, among="right")
+    (hits,) = find_hits(corpus, ["red"], encode_queries(towers.right, ["red"]), k=40, among="right")
     assert len(hits) == 30
 
 
@@ -208,7 +208,7 @@ def test_an_open_corpus_does_not_mix_with_a_later_one(folder: Path, tmp_path: Pa
         path.unlink()
     (tmp_path / "pairs.csv").write_text("".join(["path,caption\n", *reversed(rows)]))
     embed(folder / "run", tmp_path / "pairs.csv", tmp_path / f"f.{suffix}")
-    (hits,) = find(corpus, ["x"], encode_queries(towers.right, ["x"]), k=3, among="left")
+    (hits,) = find_hits(corpus, ["x"], encode_queries(towers.right, ["x"]), k=3, among="left")
     assert sorted((hit.item, hit.text) for hit in hits) == [(0, "red 1"), (1, "red 2"), (2, "red 3")]
 
 
@@ -372,6 +372,6 @@ def test_memory_does_not_grow_with_the_rows(folder: Path, tmp_path: Path, suffix
     before = anonymous()
     record = Record.read(tmp_path / f"f.{suffix}.embedded.json")
     corpus = EmbeddedCorpus(record, open_stored(Output.of(out, record.sides), record))
-    (hits,) = find(corpus, ["x"], torch.ones(1, width), k=5, among="left")
+    (hits,) = find_hits(corpus, ["x"], torch.ones(1, width), k=5, among="left")
     assert len(hits) == 5 and all(hit.name.startswith("name") for hit in hits)
     assert anonymous() - before < 90 << 20

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from contratile.embed.units import PLAN, Row, Units
+from contratile.embed.units import PLAN, EmbeddedRow, Units
 from contratile.embed.work_folder import claim_folder, remove_folder
-from contratile.train.claim import LOCK, claim
+from contratile.train.claim import LOCK
 
 
 def begun(folder: Path, plan: dict[str, Any]) -> Units:
@@ -20,7 +20,7 @@ def begun(folder: Path, plan: dict[str, Any]) -> Units:
     units = Units(folder, {"left": 2})
     units.open(plan)
     writer = units.writer(0)
-    writer.add([Row("a", "a", "a", 0)], {"left": torch.ones(1, 2)}, [])
+    writer.add([EmbeddedRow("a", "a", "a", 0)], {"left": torch.ones(1, 2)}, [])
     writer.finish(seen=1, cursor=None)
     return units
 
@@ -56,21 +56,20 @@ def test_a_folder_is_removed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_lock_of_a_removed_folder_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process finishes between opening the lock and locking it."""
-    folder, calls = tmp_path / "work", 0
+    folder, usual, calls = tmp_path / "work", os.open, 0
 
-    def overtaken(place: Path) -> Any:
+    def overtaken(*arguments: Any) -> int:
         nonlocal calls
         calls += 1
-        held = claim(place)
+        descriptor = usual(*arguments)
         if calls == 1:
-            remove_folder(place)
-        return held
+            remove_folder(folder)
+        return descriptor
 
-    monkeypatch.setattr("contratile.embed.work_folder.claim", overtaken)
+    monkeypatch.setattr(os, "open", overtaken)
     held = claim_folder(folder)
     assert calls == 2 and held is not None
-    known = held.release.peek()
-    assert known is not None and os.path.samestat(os.fstat(known[2][0]), (folder / LOCK).stat())
+    assert os.path.samestat(os.fstat(held.descriptor), (folder / LOCK).stat())
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:

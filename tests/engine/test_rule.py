@@ -104,7 +104,7 @@ def test_pairs_are_positives_on_the_diagonal(n: int, m: int, tile: int) -> None:
 
 def test_a_mirrored_tile_of_pairs_has_its_diagonal_once_per_side() -> None:
     rule = PairRule(labels=torch.arange(4), paired=True)
-    tile = Tile(slice(0, 4), slice(0, 4), 0, mirrored=True)
+    tile = Tile(slice(0, 4), slice(0, 4), (4, 4), 0, 16, mirrored=True)
     scores = torch.zeros(4, 4)
     for at in rule.places(scores, tile):
         at.put_(at.get() + 1)

@@ -232,13 +232,15 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[TilePlan]:
         made.append(plan_tiles(*sizes, **options))
         return made[-1]
 
-    monkeypatch.setattr(cuts, "_known_plan", noted)
+    monkeypatch.setattr(cuts, "plan_tiles", noted)
+    cuts._cuts.cache_clear()
     return made
 
 
 def shapes(made: list[TilePlan]) -> set[tuple[int, int]]:
     found = {(one.rows, one.cols) for one in made}
     made.clear()
+    cuts._cuts.cache_clear()  # the next step plans again
     return found
 
 
@@ -272,9 +274,9 @@ def test_ranks_do_not_use_them() -> None:
     tune_tiles(8, 48, 32)
     x = Inputs(features(96, 8, seed=0), features(96, 8, seed=1), torch.tensor(1.0))
     ring = Ring.flat(ALONE, (96,), total=96)
-    assert cuts.tile_plan(ring, 0, x, Spec()).rows == 48
+    assert cuts.cuts_of(ring, x, Spec())[0].plan.rows == 48
     two = Ring.flat(replace(ALONE, size=2), (96, 96), total=192)
-    assert cuts.tile_plan(two, 0, x, Spec()).rows == 96
+    assert cuts.cuts_of(two, x, Spec())[0].plan.rows == 96
 
 
 def test_tuned_tiles_keep_the_workspace() -> None:

@@ -727,6 +727,30 @@ def test_metric_learning_with_miners(monkeypatch: pytest.MonkeyPatch) -> None:
             assert ours()(embeddings, labels, nothing) == 0
 
 
+def test_metric_learning_with_pairs_that_are_both() -> None:
+    """The package's SupCon refuses them too; its NT-Xent takes both."""
+    embeddings = views()[0]
+    listed = (torch.tensor([0, 2]), torch.tensor([1, 3]), torch.tensor([0, 0]), torch.tensor([4, 1]))
+    for kind, error in ((pml.SupConLoss, ValueError), (kinds()[1][1], AssertionError)):
+        with pytest.raises(error, match=r"indices_tuple: expected positives or negatives|either be positive or neg"):
+            kind()(embeddings, LABELS["classes"], listed)
+    same(*(kind()(embeddings, LABELS["classes"], listed) for kind in kinds()[0]), embeddings)
+
+
+def test_metric_learning_of_two_pairs() -> None:
+    """One positive and one negative: the package's losses are 0, whatever the pairs are, unlike with one more."""
+    embeddings, ref = views(3)[0], views(3, seed=5)[0]
+    labels = torch.zeros(3, dtype=torch.long)
+    for ours, theirs in kinds():
+        for ref_labels in (torch.tensor([0, 1]), torch.tensor([0, 1, 1])):
+            given = {"ref_emb": ref[: len(ref_labels)], "ref_labels": ref_labels}
+            found = [kind()(embeddings[:1], labels[:1], **given) for kind in (ours, theirs)]
+            if len(ref_labels) > 2:
+                same(*found, embeddings)
+            else:
+                assert found[0] > 0 and found[1] == 0
+
+
 def test_metric_learning_with_a_memory() -> None:
     from pytorch_metric_learning.losses import CrossBatchMemory
 

@@ -300,7 +300,7 @@ def test_what_is_set_is_refused_as_what_is_given(theirs: ModuleType, name: str) 
             loss.similarity_fct = bad
         assert loss.similarity_fct is util.cos_sim
     others = {"directions": ("doc_to_query",), "partition_mode": "both", "hardness_mode": "easy"}
-    for attribute, other in {**others, "hardness_strength": -1.0}.items():
+    for attribute, other in {**others, "hardness_strength": -1.0, "scale": 0.0}.items():
         with pytest.raises(ValueError, match=attribute):
             setattr(loss, attribute, other)
     loss.directions, loss.partition_mode = ("query_to_doc", "doc_to_doc"), "per_direction"
@@ -410,6 +410,13 @@ def test_ids_of_texts() -> None:
         assert (ids.pairs[i] == ids.pairs[j]) == (left[j] in group[left[i]])
         for column, negatives in enumerate(hard):
             assert (ids.pairs[i] == ids.negatives[j, column]) == (negatives[j] in group[left[i]])
+
+
+def test_flattened_texts_have_no_ids() -> None:
+    """As StaticEmbedding has them, where tokens are not told apart by rows; also of columns of different length."""
+    flat = [{"input_ids": torch.arange(n), "offsets": torch.tensor([0, 2])} for n in (5, 4)]
+    with pytest.raises(ValueError, match="expected padded input_ids in every column, got columns with input_ids, off"):
+        MultipleNegativesRankingLoss(Given(), exclude_duplicates=True)(flat)
 
 
 @pytest.mark.parametrize("options", [{}, {"directions": ALL}], ids=["one", "all"])

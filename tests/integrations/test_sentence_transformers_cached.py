@@ -174,6 +174,32 @@ def test_refused_by_name(options: dict[str, Any], text: str) -> None:
         CachedMultipleNegativesRankingLoss(Given(), **options)(texts_of(2, 3))
 
 
+def test_options_may_be_set_after_a_step() -> None:
+    """They take effect from the next call on, and are checked like those of the constructor."""
+    model, calls = Texts(), 0
+
+    def count(*given: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    model.register_forward_hook(count)
+    loss = CachedMultipleNegativesRankingLoss(model, mini_batch_size=42, lengths="off")
+    for option, value, forwards in (
+        ("mini_batch_size", 42, 4),  # two columns, twice
+        ("mini_batch_size", 7, 12),
+        ("keep_graphs", 6, 6),
+        ("keep_graphs", 0, 12),
+        ("lengths", "auto", 14),  # and texts with and without padding
+    ):
+        calls = 0
+        setattr(loss, option, value)
+        loss(columns(2), None).backward()
+        assert calls == forwards, option
+    for option in ("mini_batch_size", "mini_batch_num_tokens"):
+        with pytest.raises(ValueError, match=f"{option}: expected at least 1, got 0"):
+            setattr(loss, option, 0)
+
+
 @pytest.mark.parametrize(("name", "remedy"), [("cu_seq_lens_q", "flattening"), ("offsets", "use MultipleNegatives")])
 def test_flattened_inputs_are_refused(name: str, remedy: str) -> None:
     with pytest.raises(ValueError, match=f"sentence_features: expected padded inputs, got flattened ones.*{remedy}"):

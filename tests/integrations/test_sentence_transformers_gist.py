@@ -144,6 +144,9 @@ def test_refusals() -> None:
         GISTEmbedLoss(model, nn.Linear(2, 2))
     with pytest.raises(ValueError, match="sentence_features: expected two columns or more, got 1"):
         GISTEmbedLoss(model, guide)(texts(1, duplicates=False))
+    flat = [{"input_ids": torch.arange(5), "offsets": torch.tensor([0, 2])}] * 2
+    with pytest.raises(ValueError, match=r"expected padded inputs, got flattened .*: use GISTEmbedLoss\."):
+        CachedGISTEmbedLoss(model, guide)(flat)
 
 
 def dense(columns: list[Tensor], seen: list[Tensor], sizes: list[int], margin: float) -> Tensor:

@@ -141,6 +141,63 @@ def test_products_of_the_family() -> None:
     assert meter.flops == 4 * 2 * N * N * D
 
 
+G, T, E = 20, 36, 32
+FOUR: Any = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+HARDER: dict[str, Any] = {"hardness_mode": "all_negatives", "hardness_strength": 5.0}
+OBJECTIVES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "matryoshka": ("clip_loss", {"matryoshka_dims": (5, 16, D)}, 4 * D),
+    "matryoshka, info_nce": ("info_nce", {"matryoshka_dims": (16, D, 1)}, 4 * D),
+    "matryoshka of a part": ("clip_loss", {"matryoshka_dims": (5, 16)}, 4 * 16),
+    "matryoshka, siglip": ("siglip_loss", {"bias": -5.0, "matryoshka_dims": (5, 16, D)}, 4 * D),
+    "teacher": ("clip_loss", {"teacher": (features(N, T, seed=5), features(N, T, seed=6), 9.0)}, 4 * D + 2 * T),
+    "several positives": ("clip_loss", {"ids": torch.arange(N) // 3, "same_id": "positive"}, 4 * D),
+    "key_bias": ("info_nce", {"key_bias": torch.linspace(-1, 1, N)}, 4 * D),
+    "hardness": ("info_nce", HARDER, 4 * D),
+}
+"""The loss, its options, and the features that are multiplied for each pair in forward and backward pass together."""
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_products_of_the_objectives(name: str) -> None:
+    query, key, scale = leaves(True, True, True)
+    key = key[:N].detach().requires_grad_()
+    loss, options, width = OBJECTIVES[name]
+    meter = measure(lambda q, k, s: getattr(ct, loss)(q, k, s, **options, tile=TILE), query, key, scale)
+    assert meter.flops == 2 * N * N * width
+
+
+def test_products_of_a_guide() -> None:
+    """Those of the positives are computed before, by the tiles that hold one."""
+    query, key, scale = leaves(True, True, True)
+    key, guide = key[:N].detach().requires_grad_(), (features(N, G, seed=5), features(N, G, seed=6))
+    meter = measure(lambda q, k, s: ct.clip_loss(q, k, s, guide=guide, tile=TILE), query, key, scale)
+    assert meter.flops == 2 * N * N * (4 * D + 2 * G) + 2 * N * TILE * G
+
+
+def test_products_of_four_directions() -> None:
+    """Queries with queries and documents with documents are half of a square each."""
+    query, key, scale = leaves(True, True, True)
+    key, hard = key[:N].detach().requires_grad_(), features(N, D, seed=7).view(N, 1, D).requires_grad_()
+    pairs = 4 * 2 * N * N * D + 2 * symmetric_flops(N)
+    options: dict[str, Any] = {"directions": FOUR, "tile": TILE}
+    meter = measure(lambda q, k, s: ct.info_nce(q, k, s, **options), query, key, scale)
+    assert meter.flops == pairs
+    options |= {"share_hard_negatives": True}
+    meter = measure(lambda q, k, s, h: ct.info_nce(q, k, s, hard_negatives=h, **options), query, key, scale, hard)
+    assert meter.flops == pairs + 8 * 2 * N * N * D
+
+
+def test_negatives_from_elsewhere_alone_cost_no_product_of_the_batch() -> None:
+    query, key, scale = leaves(True, True, True)
+    key, extra = key[:N].detach().requires_grad_(), features(E, D, seed=7).requires_grad_()
+    options: dict[str, Any] = {"in_batch_negatives": False, "tile": TILE}
+    meter = measure(lambda q, k, s, e: ct.info_nce(q, k, s, extra_keys=e, **options), query, key, scale, extra)
+    assert meter.flops == 4 * 2 * N * E * D
+    key, extra = key.detach(), extra.detach()  # MoCo's queue and its slow encoder
+    meter = measure(lambda q, k, s, e: ct.info_nce(q, k, s, extra_keys=e, **options), query, key, scale, extra)
+    assert meter.flops == 3 * 2 * N * E * D
+
+
 def test_an_option_that_is_not_used_costs_nothing() -> None:
     """Options at their defaults lead to the very same operators."""
     query, key, scale = leaves(True, True, True)
@@ -153,12 +210,20 @@ def test_an_option_that_is_not_used_costs_nothing() -> None:
     assert len(asked.made) > len(plain.made)
 
 
-@pytest.mark.parametrize("loss", ["nt_xent", "sup_con", "siglip", "options"])
+FAMILY = (
+    *("nt_xent", "sup_con", "siglip", "options", "several positives", "directions", "hardness", "elsewhere"),
+    *("matryoshka", "teacher", "guide"),
+)
+
+
+@pytest.mark.parametrize("loss", FAMILY)
 def test_no_large_tensor_is_made_by_the_family(loss: str) -> None:
     """Nothing grows with N x N; per row there are gradients, the views of nt_xent, and vectors."""
     n, d, tile = 512, 8, 32
     image, text = (features(n, d, seed=seed).requires_grad_() for seed in (1, 2))
     ids, hard = torch.arange(n) // 3, features(2 * n, d, seed=3).view(n, 2, d)
+    guide = features(n, 5, seed=4), features(n, 5, seed=5)
+    shared: dict[str, Any] = {"hard_negatives": hard, "share_hard_negatives": True}
     run: dict[str, Callable[..., Tensor]] = {
         "nt_xent": lambda a, b: ct.nt_xent(a, b, 0.5, tile=tile),
         "sup_con": lambda a, b: ct.sup_con(a, ids, 0.5, tile=tile) + 0 * b[0, 0],
@@ -166,7 +231,15 @@ def test_no_large_tensor_is_made_by_the_family(loss: str) -> None:
         "options": lambda a, b: ct.clip_loss(
             a, b, 5.0, ids=ids, hard_negatives=hard, extra_keys=hard[:, 0], margin=0.1, return_stats=True, tile=tile
         )[0],
+        "several positives": lambda a, b: ct.clip_loss(a, b, 5.0, ids=ids, same_id="positive", tile=tile),
+        "directions": lambda a, b: ct.info_nce(a, b, 5.0, directions=FOUR, **shared, tile=tile),
+        "hardness": lambda a, b: ct.info_nce(a, b, 5.0, **shared, **HARDER, key_bias=a.detach()[:, 0], tile=tile),
+        "elsewhere": lambda a, b: ct.info_nce(a, b, 5.0, extra_keys=hard[:, 0], in_batch_negatives=False, tile=tile),
+        "matryoshka": lambda a, b: ct.clip_loss(a, b, 5.0, matryoshka_dims=(2, 5, d), tile=tile),
+        "teacher": lambda a, b: ct.clip_loss(a, b, 5.0, teacher=(*guide, 3.0), tile=tile),
+        "guide": lambda a, b: ct.clip_loss(a, b, 5.0, guide=guide, guide_margin=0.1, tile=tile),
     }
+    assert set(run) == set(FAMILY)
     assert measure(run[loss], image, text).largest() <= 2 * n * d * 4
 
 

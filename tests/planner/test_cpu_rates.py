@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from contratile.planner.cpu_rates import CpuClock, CpuRates, cpu_rates, interpolated
+from contratile.planner.cpu_rates import CpuRates, OperatorClock, cpu_rates, interpolated
 from contratile.planner.devices import parse_devices
 from contratile.planner.encoder_cost import encoder_cost, fake_tensors
 from contratile.planner.live_bytes import LiveBytes
@@ -22,7 +22,7 @@ RATES = CpuRates(
     fault=1e-9,
     operator=0.0,
 )
-clock = partial(CpuClock, RATES, 1e9, mapped_from=1 << 20)
+clock = partial(OperatorClock, RATES, 1e9, mapped_from=1 << 20)
 
 
 def test_values_between_and_beyond_the_points_of_a_curve() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from contratile.models.towers import TowerConfig
 from contratile.planner.encoder_cost import EncoderCost, encoder_cost
-from contratile.planner.tower_inputs import sides_of, tower_definitions
+from contratile.planner.tower_inputs import encoder_sides, tower_definitions
 
 
 @cache
@@ -16,7 +16,7 @@ def tiny(
     rows: tuple[int, int] = (8, 16), *, precision: str = "fp32", on_cpu: bool = True, **options: object
 ) -> EncoderCost:
     towers = tower_definitions(TowerConfig(width=64, depth=4, **options))  # type: ignore[arg-type]
-    side = sides_of(towers)[0]
+    side = encoder_sides(towers)[0]
     return encoder_cost(side.module, side.inputs, rows=rows, precision=precision, on_cpu=on_cpu)  # type: ignore[arg-type]
 
 

@@ -11,7 +11,7 @@ from contratile.engine.backends.triton_configs import TABLE, WORKSPACE_BYTES
 from contratile.planner import FIRST_GENERATION, SECOND_GENERATION, Gpu, all_gpus, candidates, find, predict, rank
 from contratile.planner.candidates import Costs
 from contratile.planner.kernel_time import kernel_time
-from contratile.planner.traffic import Step
+from contratile.planner.traffic import StepTraffic
 
 GPUS = all_gpus()
 HOW: list[tuple[torch.dtype, str | None]] = [
@@ -91,7 +91,7 @@ def test_rank_puts_the_fastest_first_and_leaves_out_what_does_not_fit() -> None:
 
 def test_l2_bytes_are_those_of_the_traffic_formula() -> None:
     step = predict("A100", 32768, 512, costs=FIRST_GENERATION)
-    formula = Step(32768, 512, 2, step.forward.cost.config, 108, WORKSPACE_BYTES)
+    formula = StepTraffic(32768, 512, 2, step.forward.cost.config, 108, WORKSPACE_BYTES)
     assert (step.forward.l2_bytes, step.gradient.l2_bytes) == (formula.forward().total, formula.gradient().total)
     assert step.forward.l2_bytes == pytest.approx(17e9, rel=0.05)
 

@@ -19,7 +19,7 @@ from contratile.data.tables import Table
 from contratile.report.curves import curve, thinned, ticks
 from contratile.report.gallery import _thumbnails as thumbnails
 from contratile.report.html import write_report
-from contratile.report.preview import preview, thumbnail
+from contratile.report.preview import preview, terminal_thumbnail
 from contratile.report.sheets import HIT, SheetRow, contact_sheet, fitted, png, wrapped
 from contratile.report.sheets import _font as font
 from tests.train import browser
@@ -337,7 +337,7 @@ def test_preview_with_colours_shows_thumbnails() -> None:
 def test_a_thumbnail_has_two_pixels_in_a_character() -> None:
     halves = Image.new("RGB", (16, 16), CYAN)
     halves.paste(MAGENTA, (0, 0, 16, 7))  # ends in the middle of a line of characters
-    lines = thumbnail(halves).split("\n")
+    lines = terminal_thumbnail(halves).split("\n")
     assert len(lines) == 8 and all(len(text.plain) == 16 for text in lines)
     styles = [str(text.spans[0].style) for text in lines]
     assert styles[2] == "#ff00ff on #ff00ff" and styles[3] == "#ff00ff on #00c8ff" and styles[4] == "#00c8ff on #00c8ff"

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from contratile.report import tracker_starts
 from contratile.report.tracker_starts import Start, Started
-from contratile.report.trackers import TRACKERS, check_trackers, chosen_trackers, flat
+from contratile.report.trackers import TRACKERS, check_trackers, chosen_trackers, flat_options
 from contratile.report.tracking import Tracker, history
 from tests.processes import until
 
@@ -125,7 +125,7 @@ def test_which_trackers_a_run_has(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_options_are_numbers_and_texts() -> None:
-    assert flat(CONFIG) == {
+    assert flat_options(CONFIG) == {
         "run.batch": 32,
         "run.out": "runs/a",
         "optim.betas": "0.9, 0.98",
@@ -145,7 +145,7 @@ def test_a_tracker_gets_everything(heard: type[Heard], tmp_path: Path, capsys: p
         tracker.step(2, FACTS)
         assert ("finish", None) not in heard.calls
     assert random.getstate() == state
-    assert heard.calls[:3] == [("made", "contratile"), ("start", None), ("config", flat(CONFIG))]
+    assert heard.calls[:3] == [("made", "contratile"), ("start", None), ("config", flat_options(CONFIG))]
     assert len(logged(heard)) == 3 and logged(heard) == lines(tmp_path)
     assert heard.calls[-1] == ("finish", None)
     assert capsys.readouterr().out == "", "stdout has results only"

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from contratile.planner.loss_memory import DENSE_MATRICES, dense_loss_bytes, tiled_loss_bytes
 from contratile.report.metric_text import in_a_line
-from contratile.report.tracking import METRICS, Tracker, history, line, memory_now, rewind, size
+from contratile.report.tracking import METRICS, Tracker, binary_size, history, line, memory_now, rewind
 from contratile.train.config import LossConfig, TrainConfig
 
 ROOT = Path(__file__).parent.parent.parent
@@ -142,7 +142,15 @@ def test_plain_output_is_short(tmp_path: Path) -> None:
 
 def test_sizes_in_words() -> None:
     numbers = (0, 1000, 1 << 20, 1023 << 20, 3 << 29, 5 << 40, 5000 << 40)
-    assert [size(n) for n in numbers] == ["0 B", "1,000 B", "1 MiB", "1,023 MiB", "1.5 GiB", "5 TiB", "5,000 TiB"]
+    assert [binary_size(n) for n in numbers] == [
+        "0 B",
+        "1,000 B",
+        "1 MiB",
+        "1,023 MiB",
+        "1.5 GiB",
+        "5 TiB",
+        "5,000 TiB",
+    ]
 
 
 def test_a_line_leaves_out_what_a_loss_has_not() -> None:

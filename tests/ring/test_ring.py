@@ -19,6 +19,8 @@ import contratile as ct
 from contratile import reference
 from contratile.engine import reserve
 from contratile.engine.backends import torch_tiles
+from contratile.ring.mail import PostOffice
+from contratile.ring.schedule import Hop
 from contratile.ring.team import NoAnswer, RankLost, Team, bounded, watched
 from tests.ranks import Outcome, fresh_group, pool
 from tests.torchvision_repair import repair_torchvision
@@ -479,6 +481,19 @@ def trouble(kind: str) -> str:
     except RuntimeError as error:
         return str(error)
     return "no error"
+
+
+def test_a_peer_that_is_gone_before_a_block_is_posted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo may know it already: it then raises at the post, not at the wait."""
+
+    def gone(*args: Any, **options: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(Team, "post", gone)
+    monkeypatch.setattr(Team, "_absentees", lambda self: "rank 1")
+    office = PostOffice(Team(None, 0, 2))
+    with pytest.raises(RankLost, match=r"rank 0 of 2 waited in vain for rank 1 to pass a block on \(from rank 1\)"):
+        office.post((torch.ones(2, 3),), Hop(target=1, origin=1), 2)
 
 
 Ending = tuple[list[int | None], list[Outcome]]

@@ -13,7 +13,7 @@ import contratile as ct
 from contratile import reference
 from contratile.ring.nodes import RingKind
 from contratile.ring.schedule import Hop
-from contratile.ring.simulated import Link, Log, SimulatedRank
+from contratile.ring.simulated import Link, SimulatedRank, TransferLog
 from contratile.ring.team import Team, Transfer
 from tests.ranks import pool
 from tests.ring.test_ring import batch
@@ -105,7 +105,7 @@ def test_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transfers hide behind compute; those over one link follow each other."""
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    log = Log(Link(100.0), Link(10.0, latency=0.5))
+    log = TransferLog(Link(100.0), Link(10.0, latency=0.5))
     log.restart()
     first = log.post("across", 20)
     second = log.post("across", 10)

@@ -18,7 +18,7 @@ import torch
 
 from contratile.cli import main
 from contratile.data.images import decode
-from contratile.report.corpus import find, sheet_rows
+from contratile.report.corpus import find_hits, sheet_rows
 from contratile.report.gallery import load_gallery
 from contratile.report.gallery_corpus import GalleryCorpus, found_rows
 from contratile.serve import Finder, Server, make_server
@@ -151,7 +151,7 @@ def test_a_damaged_thumbnail_is_a_blank_on_the_sheet(pictures: Finder) -> None:
     (row,) = sheet_rows(corpus, ["x"], gallery.left[:1], k=2, among="left")
     assert row.images[0] is None and row.images[1] is not None
     with pytest.raises(ValueError, match="split: expected one of 'all', 'held out', 'training', got 'odd'"):
-        find(corpus, ["x"], gallery.left[:1], k=1, among="left", split="odd")  # type: ignore[arg-type]
+        find_hits(corpus, ["x"], gallery.left[:1], k=1, among="left", split="odd")  # type: ignore[arg-type]
 
 
 def test_scores_that_are_not_finite_are_left_out(pictures: Finder, serving: Start) -> None:

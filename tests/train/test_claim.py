@@ -7,16 +7,19 @@ import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from contratile.cli import main
-from contratile.train.claim import LOCK, claim
+from contratile.train.claim import LOCK, _ours, claim, create_and_claim, remove_unused
 from contratile.train.config_file import to_toml
+from contratile.train.loop import Trainer
 from tests.ranks import process_context
-from tests.train.runs import shapes, small
+from tests.train.runs import shapes, small, texts
 
 fcntl = pytest.importorskip("fcntl")
 CONTEXT = process_context()
@@ -66,6 +69,48 @@ def test_the_second_is_refused_before_it_writes_and_a_kill_frees_the_folder(
         assert f"used by process {pid} on '{socket.gethostname()}'. Wait for it or stop it" in told
         assert [path.name for path in run.iterdir()] == [LOCK]
     assert main(["train", "--config", str(recipe)]) == 0
+
+
+def test_a_refused_run_leaves_no_folder(tmp_path: Path) -> None:
+    """Whatever it was refused for. What was there before stays, and so does a claim from before."""
+    config = small(shapes(tmp_path / "shapes"), tmp_path / "runs" / "run", steps=1)
+    late = replace(config, optim=replace(config.optim, optimizer="nothing"))  # the tokenizer has been written
+    refused = {
+        "resume": replace(config, run=replace(config.run, resume="nowhere")),
+        "towers": replace(config, data=replace(config.data, data=str(texts(tmp_path)))),
+        "optimizer": late,
+    }
+    for option, refusal in refused.items():
+        with pytest.raises(ValueError, match=rf"^{option}\b"):
+            Trainer(refusal)
+        assert not config.run.out.parent.exists()
+    config.run.out.mkdir(parents=True)
+    held = claim(config.run.out)
+    with pytest.raises(ValueError, match=r"^optimizer"):
+        Trainer(late)
+    assert held is not None and held.release.alive and (config.run.out / LOCK).exists()
+
+
+def test_the_folder_may_be_removed_while_it_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a run that is refused just after this one has opened the file to lock."""
+    run = tmp_path / "runs" / "run"
+    refused, created = create_and_claim(run)
+    assert created == [run, run.parent]
+    usual = os.open
+
+    def opened(*arguments: Any) -> int:
+        descriptor = usual(*arguments)
+        monkeypatch.undo()
+        remove_unused(refused, created, ())
+        assert not run.parent.exists()
+        return descriptor
+
+    _ours.clear()  # as in another process
+    monkeypatch.setattr(os, "open", opened)
+    held, created = create_and_claim(run)
+    assert created == [run, run.parent] and held is not None
+    with holder(run) as (_, said):
+        assert f"process {os.getpid()}" in said
 
 
 def test_a_process_may_claim_again_and_gives_up_with_the_last_reference(tmp_path: Path) -> None:

@@ -269,9 +269,22 @@ def test_pictures_are_queries_too(run: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.count("among text") == 2
     assert main(["search", str(run), str(picture)]) == 2
     assert "--among left to find similar pictures" in capsys.readouterr().err
-    assert main(["search", str(run), "--among", "left", "no-such.png"]) == 2
-    assert "query: expected the path of a picture, got nothing at no-such.png" in capsys.readouterr().err
-    assert main(["search", str(run), "no-such.png", "--k", "1"]) == 0, "a text"
+
+
+def test_a_mistyped_path_is_no_text_unless_asked(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a text it would find something all the same."""
+    for among in ([], ["--among", "left"]):
+        assert main(["search", str(run), "no-such.PNG", *among]) == 2
+        told = "query: expected a text, or the path of a picture, got nothing at no-such.PNG. Check the path, or pass"
+        assert told in capsys.readouterr().err
+    monkeypatch.chdir(next(run.parent.rglob("red-line-3.png")).parent)
+    for query in ("no-such.PNG", "red-line-3.png"):
+        assert main(["search", str(run), query, "--text", "--k", "1"]) == 0
+        assert f'nearest to "{query}"' in capsys.readouterr().out
+    assert main(["search", str(run), "red-line-3.png", "--text", "--among", "right"]) == 2
+    assert "--text: expected a search with texts, got one with pictures" in capsys.readouterr().err
 
 
 def test_mistakes(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import torch
 from contratile.data.catalog import DataConfig, open_source
 from contratile.models.towers import TowerConfig, build_towers
 from contratile.planner.devices import Devices
-from contratile.planner.plan_text import size
+from contratile.planner.plan_text import decimal_size
 from contratile.train import memory_check
 from contratile.train.config import RunConfig, TrainConfig
 from contratile.train.memory_check import MARGIN, check_memory
@@ -51,7 +51,7 @@ def test_a_run_that_cannot_fit_names_the_smallest_change(run: tuple[Any, Any], m
         ValueError, match=r"memory: expected at most .* per process, got about .*fits: --chunk \d+\."
     ) as told:
         check_memory(CONFIG, *run, ALONE)
-    assert size(memory) in str(told.value)
+    assert decimal_size(memory) in str(told.value)
     chunk = int(str(told.value).rpartition("--chunk ")[2].rstrip("."))
     smaller = replace(CONFIG, run=replace(CONFIG.run, chunk=chunk))
     assert check_memory(smaller, *run, ALONE).startswith(("memory: about", ""))

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from contratile.report.tracking import history
+from contratile.train.config_file import CONFIG, load_config
+from contratile.train.effects import check_effects
 from contratile.train.loop import Trainer
 from tests.torchvision_repair import repair_torchvision
 from tests.train.runs import clip_folder, losses, sentence_folder, shapes, small, texts, weights
@@ -46,6 +48,49 @@ def test_fp16_wants_an_accelerator(table: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"precision: expected fp32 or bf16 on a CPU, got fp16. fp16 needs an acc"):
         Trainer(small(table, tmp_path, precision="fp16"))
     assert not list(tmp_path.iterdir())
+
+
+# --- options that would do nothing --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"loss": "infonce", "partition_mode": "per_direction"}, "partition_mode: expected --directions beyond"),
+        ({"loss": "infonce", "hardness_mode": "all_negatives"}, "hardness_mode: expected --hardness-strength above 0"),
+        (
+            {"loss": "infonce", "hardness_mode": "hard_negatives", "hardness_strength": 3.0},
+            "hardness_mode: expected data with hard negatives, got .*pairs.csv",
+        ),
+        ({"ids": "left", "same_id": "negative"}, "ids: expected --same-id exclude or positive"),
+        ({"cache_mib": 8, "backend": "dense"}, "cache_mib: expected --backend auto, torch or triton"),
+        ({"max_scale": 50.0, "learn_scale": False}, "max_scale: expected a scale that is learned"),
+        ({"keep_outputs": False}, "keep_outputs: expected --lock image, text or both"),
+        ({"init_bias": -5.0}, "init_bias: expected --loss siglip"),
+        ({"test_data": "icons", "test_share": 0.3}, "test_share: expected no --test-data"),
+        ({"queries": ("red", " ")}, "queries: expected texts to search for, got an empty one"),
+        ({"backend": "triton"}, "backend='triton': expected a device and a Triton that kernels run on"),
+    ],
+)
+def test_options_without_effect_are_refused(options: dict[str, Any], told: str, table: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=told):
+        Trainer(small(table, tmp_path / "run", **options))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_strategy_of_no_margin_is_refused(table: Path, tmp_path: Path) -> None:
+    Trainer(small(table, tmp_path / "first", steps=1)).run()
+    second = {"guide": str(tmp_path / "first"), "guide_margin_strategy": "relative"}
+    with pytest.raises(ValueError, match="guide_margin_strategy: expected --guide-margin other than 0"):
+        Trainer(small(table, tmp_path / "run", **second))
+
+
+def test_the_configuration_that_a_run_writes_is_one_that_starts(table: Path, tmp_path: Path) -> None:
+    """What a run fills in has an effect too."""
+    for number, options in enumerate(({"same_id": "negative"}, {"loss": "siglip"}, {"lock": "text"})):
+        done = Trainer(small(table, tmp_path / f"run-{number}", **SHORT, **options)).config
+        assert load_config(done.run.out / CONFIG) == done
+        check_effects(done)
 
 
 # --- memory and speed: the same results ---------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import torch
 
 from contratile.bench.batch_size_data import DataName, PairData, load_pairs
 from contratile.bench.batch_size_run import train
-from contratile.bench.batch_size_table import tables
+from contratile.bench.batch_size_table import batch_size_tables
 from contratile.machine import environment
 
 Record = dict[str, Any]
@@ -33,7 +33,7 @@ TRIAL_SEED = 100
 
 
 @dataclass(frozen=True)
-class Grid:
+class BatchGrid:
     """What is tried on one source."""
 
     batches: tuple[int, ...]
@@ -44,13 +44,13 @@ class Grid:
     """Samples seen by every run."""
 
 
-GRIDS: dict[DataName, Grid] = {
-    "icons": Grid((64, 256, 512, 1024, 2048), (3072, 6144, 12288), 131072),
-    "wordnet": Grid((64, 256, 512, 1024, 2048), (8192, 32768, 131072), 131072),
+GRIDS: dict[DataName, BatchGrid] = {
+    "icons": BatchGrid((64, 256, 512, 1024, 2048), (3072, 6144, 12288), 131072),
+    "wordnet": BatchGrid((64, 256, 512, 1024, 2048), (8192, 32768, 131072), 131072),
 }
 
 
-class Point(NamedTuple):
+class GridRun(NamedTuple):
     """A run."""
 
     purpose: str
@@ -63,15 +63,15 @@ class Point(NamedTuple):
     lr: float
 
 
-def points(grids: dict[DataName, Grid], rows: list[Record]) -> Iterator[Point]:
+def points(grids: dict[DataName, BatchGrid], rows: list[Record]) -> Iterator[GridRun]:
     """All runs in order. Those after the choice of a learning rate depend on `rows`, which may grow meanwhile."""
     for data, grid in grids.items():
         middle = grid.sizes[len(grid.sizes) // 2]
         for batch, lr in product(grid.batches, RATES):
-            yield Point("rate", data, middle, batch, TRIAL_SEED, lr)
+            yield GridRun("rate", data, middle, batch, TRIAL_SEED, lr)
     for seed, data in product(SEEDS, grids):
         for size, batch in product(grids[data].sizes, grids[data].batches):
-            yield Point("run", data, size, batch, seed, chosen_rate(rows, data, batch))
+            yield GridRun("run", data, size, batch, seed, chosen_rate(rows, data, batch))
 
 
 def chosen_rate(rows: list[Record], data: str, batch: int) -> float:
@@ -93,12 +93,12 @@ def read_rows(path: Path) -> list[Record]:
     return rows
 
 
-def key_of(row: Record) -> Point:
+def key_of(row: Record) -> GridRun:
     """The run that a row is of."""
-    return Point(**{name: row[name] for name in Point._fields})
+    return GridRun(**{name: row[name] for name in GridRun._fields})
 
 
-def run_all(grids: dict[DataName, Grid], out: Path, wordnet: Path | None, command: str) -> list[Record]:
+def run_all(grids: dict[DataName, BatchGrid], out: Path, wordnet: Path | None, command: str) -> list[Record]:
     """Run what is missing and append a row for each; return all rows."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / "rows.jsonl"
@@ -133,7 +133,7 @@ def show(out: Path) -> tuple[Path, Path]:
     from contratile.bench.plots.batch_size import draw_batch_size
 
     rows = read_rows(out / "rows.jsonl")
-    text = tables(
+    text = batch_size_tables(
         rows, {name: grid.batches for name, grid in GRIDS.items()}, {name: grid.sizes for name, grid in GRIDS.items()}
     )
     path = out / "batch-size.md"

@@ -27,7 +27,7 @@ TEST = 1024
 """Pairs of a test: every one is searched among all of them."""
 
 
-class Pairs(NamedTuple):
+class PairTensors(NamedTuple):
     """Rows of pairs."""
 
     left: Tensor
@@ -37,17 +37,17 @@ class Pairs(NamedTuple):
     ids: Tensor
     """[N] equal for pairs with the same right text: such pairs are not negatives of each other."""
 
-    def rows(self, index: Tensor | slice) -> Pairs:
+    def rows(self, index: Tensor | slice) -> PairTensors:
         """Choose rows."""
-        return Pairs(*(x[index] for x in self))
+        return PairTensors(*(x[index] for x in self))
 
 
 class PairData(NamedTuple):
     """The data of one source."""
 
     name: DataName
-    train: Pairs
-    test: Pairs
+    train: PairTensors
+    test: PairTensors
     vocabulary: int
 
 
@@ -73,7 +73,7 @@ def _source(name: DataName, split: Split, folder: Path | None) -> Icons | WordNe
     return Icons(split) if name == "icons" else WordNet(split, folder=folder)
 
 
-def _pairs(source: Any, tokenizer: Any, seed: int) -> Pairs:
+def _pairs(source: Any, tokenizer: Any, seed: int) -> PairTensors:
     order = torch.randperm(len(source), generator=torch.Generator().manual_seed(seed)).tolist()
     samples = [source[i] for i in order]
     rights = [sample.right for sample in samples]
@@ -81,7 +81,7 @@ def _pairs(source: Any, tokenizer: Any, seed: int) -> Pairs:
     ids = torch.tensor([known.setdefault(text, len(known)) for text in rights])
     lefts = [sample.left for sample in samples]
     left = _tokens(lefts, tokenizer) if isinstance(lefts[0], str) else _pixels(lefts)
-    return Pairs(left, _tokens(rights, tokenizer), ids)
+    return PairTensors(left, _tokens(rights, tokenizer), ids)
 
 
 def _pixels(images: Sequence[Any]) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from contratile.bench.batch_size_data import PairData, Pairs
+from contratile.bench.batch_size_data import PairData, PairTensors
 from contratile.losses.functional import clip_loss
 from contratile.metrics import retrieval_metrics
 
@@ -58,7 +58,7 @@ class Words(nn.Module):
         return features
 
 
-class Towers(nn.Module):
+class SmallTowers(nn.Module):
     """Two encoders and the learned logarithm of the scale."""
 
     def __init__(self, data: PairData) -> None:
@@ -67,7 +67,7 @@ class Towers(nn.Module):
         self.right = Words(data.vocabulary)
         self.log_scale = nn.Parameter(torch.tensor(math.log(SCALE)))
 
-    def features(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    def features(self, pairs: PairTensors) -> tuple[Tensor, Tensor]:
         """Unit features of both sides."""
         return F.normalize(self.left(pairs.left), dim=1), F.normalize(self.right(pairs.right), dim=1)
 
@@ -79,7 +79,7 @@ def train(data: PairData, *, size: int, batch: int, samples: int, lr: float, see
         recall_1, recall_10 and mean_rank, means of both directions, and the loss of the last step.
     """
     torch.manual_seed(seed)
-    towers = Towers(data)
+    towers = SmallTowers(data)
     steps = samples // batch
     optimizer = torch.optim.AdamW(towers.parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, steps))
@@ -107,7 +107,7 @@ def rate(step: int, steps: int) -> float:
     return (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising))) / 2
 
 
-def test(towers: Towers, pairs: Pairs) -> dict[str, float]:
+def test(towers: SmallTowers, pairs: PairTensors) -> dict[str, float]:
     """Retrieval in both directions, averaged."""
     with torch.no_grad():
         left, right = towers.features(pairs)

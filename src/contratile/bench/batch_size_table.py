@@ -10,7 +10,9 @@ from contratile.bench.plots.batch_size import by_point
 Record = dict[str, Any]
 
 
-def tables(rows: Sequence[Record], batches: dict[str, Sequence[int]], sizes: dict[str, Sequence[int]]) -> str:
+def batch_size_tables(
+    rows: Sequence[Record], batches: dict[str, Sequence[int]], sizes: dict[str, Sequence[int]]
+) -> str:
     """R@10 by source, data size and batch size, a block per source.
 
     Args:

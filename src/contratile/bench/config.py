@@ -80,7 +80,7 @@ class LocalConfig(TimedConfig):
         return sorted({*self.sizes, *self.memory_sizes})
 
 
-def check_scale(scale: float) -> None:
+def check_positive_scale(scale: float) -> None:
     """Raise ValueError unless the scale is positive."""
     if not scale > 0:
         bad_value("scale", expected="a positive number", got=scale, remedy="CLIP starts at 14.3.")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from contratile.bench.rows import LossRow, Recording, load
+from contratile.bench.rows import LossRow, Recording, load_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +22,7 @@ GIB = 1024.0
 Points = list[tuple[int, float]]
 
 
-class Memory(NamedTuple):
+class MemoryCurves(NamedTuple):
     """What the picture shows, in MiB."""
 
     ours: Points
@@ -32,7 +32,7 @@ class Memory(NamedTuple):
     hardware: str
 
 
-def collect(recordings: Sequence[Recording[LossRow]], d: int = 512) -> Memory:
+def collect(recordings: Sequence[Recording[LossRow]], d: int = 512) -> MemoryCurves:
     """Merge the memory rows of several runs on machines of the same size."""
     facts = recordings[0].environment
     sizes = {recording.environment["memory_gib"] for recording in recordings}
@@ -50,10 +50,10 @@ def collect(recordings: Sequence[Recording[LossRow]], d: int = 512) -> Memory:
         )
 
     hardware = f"{facts['cpu']}, fp32, D = {d}, torch {facts['torch'].split('+')[0]}"
-    return Memory(points("contratile"), points("dense"), float(facts["memory_gib"]) * GIB, d, hardware)
+    return MemoryCurves(points("contratile"), points("dense"), float(facts["memory_gib"]) * GIB, d, hardware)
 
 
-def draw(memory: Memory, path: Path) -> None:
+def draw(memory: MemoryCurves, path: Path) -> None:
     """Write the picture as SVG or PNG, on a white card so that it can be read on light and dark pages."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -70,7 +70,7 @@ def draw(memory: Memory, path: Path) -> None:
         figure.savefig(path, dpi=150, metadata=dateless)
 
 
-def paint(axes: "Axes", memory: Memory) -> None:
+def paint(axes: "Axes", memory: MemoryCurves) -> None:
     """The two lines, the extrapolation and the machine's memory, each labelled where it is."""
     ours, dense = memory.ours, memory.dense
     (last_n, last_mib), largest = dense[-1], ours[-1][0]
@@ -91,7 +91,7 @@ def paint(axes: "Axes", memory: Memory) -> None:
     ticks = [n for n, _ in ours]
     axes.set_xticks(ticks, [f"{n:,}" for n in ticks], fontsize=9.5)
     axes.set_yticks([4, 16, 64, 256, GIB, 4 * GIB, 16 * GIB, 64 * GIB, 256 * GIB])
-    axes.yaxis.set_major_formatter(lambda mib, _: size(mib))
+    axes.yaxis.set_major_formatter(lambda mib, _: mib_label(mib))
     axes.minorticks_off()
     axes.grid(True, color="#e5e5e5", linewidth=0.7)
     axes.set_axisbelow(True)
@@ -101,9 +101,9 @@ def paint(axes: "Axes", memory: Memory) -> None:
     label(axes, f"RAM of this machine: {memory.machine / GIB:.1f} GiB", (ours[0][0], memory.machine), (0, 5), GREY)
     label(axes, "dense loss, measured", (last_n, last_mib), (-8, 4), RED, right=True)
     label(axes, "dense loss, extrapolated (N²)", beyond[-1], (-14, 6), RED, right=True)
-    label(axes, size(beyond[-1][1]), beyond[-1], (8, -4), RED)
+    label(axes, mib_label(beyond[-1][1]), beyond[-1], (8, -4), RED)
     label(axes, "Contratile, measured", ours[len(ours) // 2], (0, 10), BLUE)
-    label(axes, size(ours[-1][1]), ours[-1], (8, -4), BLUE)
+    label(axes, mib_label(ours[-1][1]), ours[-1], (8, -4), BLUE)
 
 
 def label(
@@ -114,7 +114,7 @@ def label(
     )
 
 
-def size(mib: float) -> str:
+def mib_label(mib: float) -> str:
     return f"{mib / GIB:.0f} GiB" if mib >= GIB else f"{mib:.0f} MiB"
 
 
@@ -125,7 +125,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("docs/memory.svg"), help="an .svg or .png file")
     options = parser.parse_args()
-    draw(collect([load(path) for path in options.results]), options.out)
+    draw(collect([load_rows(path) for path in options.results]), options.out)
     print(f"written: {options.out}")
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from contratile.bench.clock import Clock, Step, clock_for
-from contratile.bench.config import LocalConfig, check_scale
+from contratile.bench.config import LocalConfig, check_positive_scale
 from contratile.bench.contestants import packages_of
 from contratile.bench.contestants.loss import CLIP, DTYPES, LOSS_CONTESTANTS, Case, LossProblem, LossStep
 from contratile.bench.harness import GemmLimit, describe, quiet
@@ -61,7 +61,7 @@ class LossBenchConfig(LocalConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_scale(self.scale)
+        check_positive_scale(self.scale)
         check_choice("dtype", self.dtype, DTYPES)
         self.clock()  # refuses a device that is not here
 

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from contratile.bench.contestants.loss import LossProblem
-from contratile.bench.sampled_check import SampledErrors, recorded_stats, sampled_errors
+from contratile.bench.sampled_check import SampledErrors, sampled_errors
 from contratile.engine.plan import plan_tiles
 from contratile.errors import check_count
 from contratile.host_memory import peak_growth, status_bytes
-from contratile.losses.functional import clip_loss
+from contratile.losses.functional import clip_loss, pair_lse
 from contratile.machine import environment
 
 TRIAL = 32768
@@ -36,7 +36,7 @@ MINUTE = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredStep:
     """What one step took."""
 
     value: float
@@ -92,7 +92,7 @@ def trial_seconds(n: int, d: int, scale: float) -> float:
     return spent * (n / small) ** 2
 
 
-def measure(n: int, d: int, *, scale: float, samples: int) -> tuple[Measured, SampledErrors]:
+def measure(n: int, d: int, *, scale: float, samples: int) -> tuple[MeasuredStep, SampledErrors]:
     """Run one step of N pairs, then check it."""
     expected = trial_seconds(n, d, scale)
     problem = LossProblem.make(n, d, scale=scale)
@@ -105,14 +105,16 @@ def measure(n: int, d: int, *, scale: float, samples: int) -> tuple[Measured, Sa
         value.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         spent.update(seconds=time.perf_counter() - wall, cpu_seconds=time.process_time() - cpu, value=value.item())
 
-    with recorded_stats() as found, progress(expected):
+    with progress(expected):
         growth = peak_growth(step)
     peak = None if growth is None else status_bytes("VmHWM")
-    errors = sampled_errors(image, text, factor, spent["value"], found[-1], samples=samples)
+    with torch.no_grad():
+        lse = pair_lse(image, text, factor, group=None)
+    errors = sampled_errors(image, text, factor, spent["value"], lse, samples=samples)
     assert image.grad is not None and text.grad is not None and factor.grad is not None
     gradients = image.grad.nbytes + text.grad.nbytes
     mib = 1 << 20
-    measured = Measured(
+    measured = MeasuredStep(
         **spent,
         scale_grad=factor.grad.item(),
         predicted_cpu_seconds=expected,
@@ -124,7 +126,7 @@ def measure(n: int, d: int, *, scale: float, samples: int) -> tuple[Measured, Sa
     return measured, errors
 
 
-def record(n: int, d: int, *, scale: float, samples: int, threads: int, out: Path) -> Path:
+def run_and_record(n: int, d: int, *, scale: float, samples: int, threads: int, out: Path) -> Path:
     """Measure, and write OUT/million.json."""
     for name, value in {"n": n, "d": d, "samples": samples, "threads": threads}.items():
         check_count(name, value, least=1)
@@ -160,7 +162,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=32, help="pairs that are checked (default: 32)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/million"))
-    print(f"written: {record(**vars(parser.parse_args()))}")
+    print(f"written: {run_and_record(**vars(parser.parse_args()))}")
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ class PaperRow:
 
 
 @dataclass(frozen=True)
-class Table:
+class PaperTable:
     """How a table of the paper is derived."""
 
     name: str
@@ -65,28 +65,28 @@ class Table:
     assumption: str
 
 
-LOSS = Table(
+LOSS = PaperTable(
     "loss memory",
     "Memory of the loss on each device",
     "GB",
     15,
     "fp32 features, no autocast around the loss, 1 GB = 1,000 MiB, beyond the local features; with offload those too",
 )
-PEAK = Table(
+PEAK = PaperTable(
     "peak memory",
     "Peak memory of a training step on each device",
     "GB",
     15,
     f"16 bytes per parameter, inputs in fp32, chunks of {CHUNK}, {ACTIVATION_BYTES} bytes per token, layer and width",
 )
-BATCH = Table(
+BATCH = PaperTable(
     "largest batch",
     "Largest batch on devices with 80 GB",
     "k pairs",
     25,
     "as for the peak; tensors may use 80 GB of 1,000 MiB",
 )
-TIME = Table(
+TIME = PaperTable(
     "iteration time",
     "Seconds of a training step",
     "s",
@@ -109,7 +109,7 @@ ROUNDING = 0.005
 """Memory is printed with two decimals: 0.05 stands for 0.045 to 0.055."""
 
 
-def _row(table: Table, reported: Reported, ours: float, explanation: str = "") -> PaperRow:
+def _row(table: PaperTable, reported: Reported, ours: float, explanation: str = "") -> PaperRow:
     error = 100 * (ours / reported.value - 1)
     rounding = 100 * ROUNDING / reported.value if table.unit == "GB" else 0
     key = (table.name, reported.method, reported.devices, reported.batch, reported.offload)
@@ -214,7 +214,7 @@ def summary(found: list[PaperRow]) -> str:
     return "\n".join(lines)
 
 
-def record(out: Path) -> tuple[Path, Path]:
+def write_paper(out: Path) -> tuple[Path, Path]:
     """Write paper.json and paper.md to a folder."""
     found = rows()
     content = {
@@ -237,7 +237,7 @@ def record(out: Path) -> tuple[Path, Path]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m contratile.bench.paper", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/paper"))
-    written = record(parser.parse_args().out)
+    written = write_paper(parser.parse_args().out)
     print(summary(rows()))
     print("written: " + ", ".join(map(str, written)))
 

@@ -35,7 +35,7 @@ SCORE_PASSES = 16
 
 
 @dataclass(frozen=True)
-class Tower:
+class Transformer:
     """A transformer."""
 
     width: int
@@ -54,15 +54,15 @@ class Tower:
 
 
 @dataclass(frozen=True)
-class Model:
+class PaperModel:
     """A CLIP model at 224 pixels."""
 
     parameters: int
     width: int
     """Of the joint features."""
 
-    image: Tower
-    text: Tower
+    image: Transformer
+    text: Transformer
     input_bytes: int = 3 * 224 * 224 * FLOAT + 77 * 8
     """A picture in fp32 and 77 token ids in int64."""
 
@@ -110,6 +110,6 @@ class Model:
 
 
 MODELS = {
-    "ViT-L/14": Model(427_616_513, 768, Tower(1024, 24, 257), Tower(768, 12, 77)),
-    "ViT-B/16": Model(149_620_737, 512, Tower(768, 12, 197), Tower(512, 12, 77)),
+    "ViT-L/14": PaperModel(427_616_513, 768, Transformer(1024, 24, 257), Transformer(768, 12, 77)),
+    "ViT-B/16": PaperModel(149_620_737, 512, Transformer(768, 12, 197), Transformer(512, 12, 77)),
 }

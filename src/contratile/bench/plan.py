@@ -15,11 +15,11 @@ from typing import Any, Literal
 import torch
 
 from contratile.bench.config import TimedConfig
-from contratile.bench.plan_points import POINTS, QUICK, Point, definition
+from contratile.bench.plan_points import POINTS, QUICK, PlanPoint, definition
 from contratile.bench.plan_server import PointServer
 from contratile.bench.runner import Benchmark, Series
 from contratile.errors import check_count
-from contratile.planner.cpu_rates import CpuClock, CpuRates, mapped_from
+from contratile.planner.cpu_rates import CpuRates, OperatorClock, mapped_from
 from contratile.planner.devices import Devices, parse_devices
 from contratile.planner.encoder_cost import encoder_cost
 from contratile.planner.memory import device_memory
@@ -68,7 +68,7 @@ class PlanBenchConfig(TimedConfig):
         check_count("every", self.every, least=1)
 
     @property
-    def points(self) -> tuple[Point, ...]:
+    def points(self) -> tuple[PlanPoint, ...]:
         found = tuple(point for point in (QUICK if self.quick else POINTS) if point.model in self.contestants)
         return found[:: self.every]
 
@@ -84,7 +84,7 @@ class PlanSeries(Series):
         super().__init__(config, "training steps", ("plan",), ("plan",))
         self.config = config
         self.server = PointServer(config.threads, returning=config.allocator == "returning")
-        self.calibrations: dict[Point, Line | None] = {}
+        self.calibrations: dict[PlanPoint, Line | None] = {}
 
     def predicted_bytes(self, name: str, n: int) -> float:
         return 0.0
@@ -122,7 +122,7 @@ class PlanSeries(Series):
             self.server.stop()
         yield columns
 
-    def _calibration(self, point: Point) -> Line | None:
+    def _calibration(self, point: PlanPoint) -> Line | None:
         """One for all points with the same encoders; None if it failed."""
         key = replace(point, batch=1, chunk=1, offload="none", world=1)
         if key not in self.calibrations:
@@ -131,12 +131,12 @@ class PlanSeries(Series):
             self.calibrations[key] = Line(**found["memory"]) if "memory" in found else None
         return self.calibrations[key]
 
-    def _devices(self, point: Point) -> Devices:
+    def _devices(self, point: PlanPoint) -> Devices:
         found = parse_devices(f"{point.world}xcpu", memory=1e12)
         return replace(found, keeps_freed=self.config.allocator == "default")
 
 
-def workload(point: Point, clock: CpuClock | None = None) -> Workload:
+def workload(point: PlanPoint, clock: OperatorClock | None = None) -> Workload:
     """A point by definition; its seconds too, if there is a clock."""
     sides = definition(point)
     every = sides[:1] if sides[0].module is sides[1].module else sides
@@ -152,10 +152,10 @@ def workload(point: Point, clock: CpuClock | None = None) -> Workload:
     )
 
 
-def seconds_at(point: Point, devices: Devices, rates: CpuRates) -> float:
+def seconds_at(point: PlanPoint, devices: Devices, rates: CpuRates) -> float:
     """Seconds of a step at the rates of the process that ran it."""
     here = replace(devices, cpu=rates, flops=rates.flops, bandwidth=rates.bandwidth)
-    clock = CpuClock(rates, rates.flops["fp32"], mapped_from=mapped_from(devices.keeps_freed))
+    clock = OperatorClock(rates, rates.flops["fp32"], mapped_from=mapped_from(devices.keeps_freed))
     return step_seconds(workload(point, clock), here).seconds
 
 

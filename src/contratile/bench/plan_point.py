@@ -22,7 +22,7 @@ from torch import nn
 
 from contratile import GradCache
 from contratile.bench.harness import describe, quiet
-from contratile.bench.plan_points import Point, definition
+from contratile.bench.plan_points import PlanPoint, definition
 from contratile.bench.plug import plug_holes
 from contratile.grad_cache.chunks import Nest
 from contratile.host_memory import restart_peak, status_bytes
@@ -31,7 +31,7 @@ from contratile.planner.calibration import calibrate, materialised, real_rows
 from contratile.planner.cpu_rates import cpu_rates, process_clock
 from contratile.planner.devices import parse_devices
 from contratile.planner.encoder_cost import encoder_cost
-from contratile.planner.tower_inputs import Side
+from contratile.planner.tower_inputs import EncoderExample
 from contratile.planner.workload import Workload, by_name, count_optimizer
 
 AGAIN = 2
@@ -40,7 +40,7 @@ FEW = 2
 """Rows of a rank's first step, which creates gradients and the optimiser's state. The second one has all rows."""
 
 
-def measure(point: Point, sides: tuple[Side, Side], timed: bool) -> dict[str, Any]:
+def measure(point: PlanPoint, sides: tuple[EncoderExample, EncoderExample], timed: bool) -> dict[str, Any]:
     """Run the steps of a point in this process.
 
     Memory is that of the process beyond what it had before it built anything, pages of libraries left out.
@@ -100,7 +100,7 @@ def _join(world: int) -> None:
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
 
 
-def fit(sides: tuple[Side, Side]) -> dict[str, Any]:
+def fit(sides: tuple[EncoderExample, EncoderExample]) -> dict[str, Any]:
     """Two small chunks of the encoders of a point."""
     devices = parse_devices("cpu")
     _warm_up()
@@ -117,7 +117,7 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
     """What a line asks for, from forked processes."""
     calibrated, timed = asked.pop("calibrate", False), asked.pop("timed", False)
     torch.set_num_threads(asked.pop("threads", torch.get_num_threads()))
-    point = Point(**asked)
+    point = PlanPoint(**asked)
     sides = definition(point)  # imports what its models need
     with tempfile.TemporaryDirectory() as folder:
         os.environ["CONTRATILE_STORE"] = f"{folder}/store"

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from contratile.models.towers import TowerConfig
-from contratile.planner.tower_inputs import Side, sides_of, tower_definitions
+from contratile.planner.tower_inputs import EncoderExample, encoder_sides, tower_definitions
 
 FEATURES = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class PlanPoint:
     """A training step: AdamW, the symmetric loss, gradient caching."""
 
     model: str
@@ -58,12 +58,12 @@ class _Texts(nn.Module):
         return F.normalize(self.project(hidden.mean(1)), dim=-1)
 
 
-def definition(point: Point) -> tuple[Side, Side]:
+def definition(point: PlanPoint) -> tuple[EncoderExample, EncoderExample]:
     """Both encoders of a point without weights; the same object if it has one for both sides."""
     if point.model in ("tiny", "minilm"):
         spec = {"tiny": {"towers": "tiny"}, "minilm": {"towers": "st:minilm"}}
         config = TowerConfig(checkpointing=point.checkpointing, **spec[point.model])  # type: ignore[arg-type]
-        return sides_of(tower_definitions(config), tokens=point.tokens)
+        return encoder_sides(tower_definitions(config), tokens=point.tokens)
     from contratile.models.base import import_needed
 
     transformers = import_needed("transformers", "transformers", needed_for="models of this benchmark")
@@ -80,14 +80,14 @@ def definition(point: Point) -> tuple[Side, Side]:
     if point.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     example = {"input_ids": ids, "attention_mask": ids} if inputs is None else inputs
-    return (Side(module.train(), example),) * 2
+    return (EncoderExample(module.train(), example),) * 2
 
 
-def _grid() -> tuple[Point, ...]:
-    tiny = Point(model="tiny", batch=1024, chunk=640, tokens=16)
-    mini = Point(model="minilm", batch=32, chunk=32)
-    vit = Point(model="vit", batch=4, chunk=4)
-    bert = Point(model="bert", batch=8, chunk=8)
+def _grid() -> tuple[PlanPoint, ...]:
+    tiny = PlanPoint(model="tiny", batch=1024, chunk=640, tokens=16)
+    mini = PlanPoint(model="minilm", batch=32, chunk=32)
+    vit = PlanPoint(model="vit", batch=4, chunk=4)
+    bert = PlanPoint(model="bert", batch=8, chunk=8)
     found = [
         *(replace(tiny, chunk=chunk) for chunk in (576, 640, 768, 1024)),
         *(replace(tiny, chunk=512, batch=batch) for batch in (512, 768, 2048)),

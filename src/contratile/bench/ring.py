@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from contratile.bench.config import TimedConfig, check_scale
+from contratile.bench.config import TimedConfig, check_positive_scale
 from contratile.bench.contestants.ring import RING_CONTESTANTS, RING_PACKAGES
 from contratile.bench.launch import Event, launch
 from contratile.bench.memory import MiB
@@ -51,7 +51,7 @@ class RingBenchConfig(TimedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_scale(self.scale)
+        check_positive_scale(self.scale)
         for name in ("worlds", "batches", "memory_batches"):
             for value in getattr(self, name):
                 check_count(name, value, least=1)

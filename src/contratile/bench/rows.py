@@ -1,7 +1,7 @@
 """Recorded rows, one per contestant and size: a CSV file to look at, and a JSON file with the environment.
 
-    save(Recording(rows, environment, command, "loss"), folder)      # folder/loss.csv and folder/loss.json
-    recording = load(folder / "loss.json")
+    save_rows(Recording(rows, environment, command, "loss"), folder)      # folder/loss.csv and folder/loss.json
+    recording = load_rows(folder / "loss.json")
 
 Files are replaced only when they are complete.
 """
@@ -288,7 +288,7 @@ def threads_text(recording: Recording[Any]) -> str:
     return f"{count} thread{'s' * (count != '1')}{' per rank' * (recording.kind in ('ring', 'nodes'))}"
 
 
-def save(recording: Recording[Any], folder: Path) -> tuple[Path, Path]:
+def save_rows(recording: Recording[Any], folder: Path) -> tuple[Path, Path]:
     """Write KIND.csv and KIND.json to a folder and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     table = io.StringIO(newline="")
@@ -304,8 +304,8 @@ def save(recording: Recording[Any], folder: Path) -> tuple[Path, Path]:
     return paths
 
 
-def load(path: Path) -> Recording[Any]:
-    """Read a JSON file that `save` wrote. Recordings without a kind are of `bench loss`."""
+def load_rows(path: Path) -> Recording[Any]:
+    """Read a JSON file that `save_rows` wrote. Recordings without a kind are of `bench loss`."""
     try:
         recorded = json.loads(path.read_text())
         kind = recorded.get("kind", "loss")

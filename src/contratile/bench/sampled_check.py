@@ -1,49 +1,28 @@
 """An independent check of a large `clip_loss` step, by brute force in fp64 for a few sampled pairs.
 
-    with recorded_stats() as found:
-        clip_loss(image, text, scale).backward()
-    errors = sampled_errors(image, text, scale, value, found[-1], samples=32)
+    value = clip_loss(image, text, scale, group=None)
+    value.backward()
+    with torch.no_grad():
+        lse = pair_lse(image, text, scale, group=None)
+    errors = sampled_errors(image, text, scale, value.item(), lse, samples=32)
 
 Brute force computes all scores of a sampled row or column in fp64, nothing else. The log-sum-exp of a sampled row or
-column needs only those. The gradient of image i also needs the log-sum-exps of all columns: those are taken from the
-step, which is why they are checked on samples too.
+column needs only those. The gradient of image i also needs the log-sum-exps of all columns: those come from `pair_lse`,
+which computes the same tiles as the step, and are checked on samples too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from contratile.engine.spec import PairStats
-from contratile.losses import cross_entropy as losses
 
 BLOCK = 1 << 18
 """Keys whose scores are in memory at the same time."""
 
 
-@contextmanager
-def recorded_stats() -> Iterator[list[PairStats]]:
-    """Collect the statistics that losses compute inside the block, as they are passed to the backward pass."""
-    found: list[PairStats] = []
-    module: Any = losses  # it imports the function
-    original = module.pair_stats
-
-    def recording(*args: Any, **keywords: Any) -> PairStats:
-        found.append(original(*args, **keywords))
-        return found[-1]
-
-    module.pair_stats = recording
-    try:
-        yield found
-    finally:
-        module.pair_stats = original
-
-
-class Side(NamedTuple):
+class SampledSide(NamedTuple):
     """What brute force finds for sampled queries: log-sum-exps, and gradients of the mean loss."""
 
     lse: Tensor
@@ -59,7 +38,7 @@ class SampledErrors(NamedTuple):
 
     col_lse: float
     value: float
-    """Relative error of the loss, given the step's log-sum-exps and positives in fp64."""
+    """Relative error of the loss, given these log-sum-exps and positives in fp64."""
 
     image_grad: float
     text_grad: float
@@ -73,7 +52,7 @@ class SampledErrors(NamedTuple):
     """Standard error of that estimate."""
 
 
-def brute_force(query: Tensor, key: Tensor, scale: float, rows: Tensor, other_lse: Tensor) -> Side:
+def brute_force(query: Tensor, key: Tensor, scale: float, rows: Tensor, other_lse: Tensor) -> SampledSide:
     """Log-sum-exps and gradients of sampled queries from all their scores, in fp64 on blocks of keys.
 
     Args:
@@ -96,18 +75,27 @@ def brute_force(query: Tensor, key: Tensor, scale: float, rows: Tensor, other_ls
         weights = (scores - lse.unsqueeze(1)).exp_() + (scores - other_lse[b : b + BLOCK].double()).exp_()
         grad += weights @ k
     grad -= 2 * key[rows].double()
-    return Side(lse, grad * (scale / (2 * len(query))))
+    return SampledSide(lse, grad * (scale / (2 * len(query))))
 
 
 def sampled_errors(
-    image: Tensor, text: Tensor, scale: Tensor, value: float, stats: PairStats, *, samples: int, seed: int = 0
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor,
+    value: float,
+    lse: tuple[Tensor, Tensor],
+    *,
+    samples: int,
+    seed: int = 0,
 ) -> SampledErrors:
-    """Compare a step whose gradients are in `image`, `text` and `scale` with brute force on sampled pairs."""
-    assert stats.row.total is not None and stats.col.total is not None
+    """Compare a step whose gradients are in `image`, `text` and `scale` with brute force on sampled pairs.
+
+    `lse` are the log-sum-exps of all rows and columns in nats, from `pair_lse`.
+    """
     assert image.grad is not None and text.grad is not None and scale.grad is not None
     n, number = len(image), scale.item()
-    row_lse, col_lse = (stats.nats(total.detach().double()) for total in (stats.row.total, stats.col.total))
     rows = torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:samples]
+    row_lse, col_lse = (x.detach().double() for x in lse)
     with torch.no_grad():
         images = brute_force(image, text, number, rows, col_lse)
         texts = brute_force(text, image, number, rows, row_lse)

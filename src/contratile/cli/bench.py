@@ -60,7 +60,7 @@ def _measure(name: str, argv: Sequence[str]) -> int:
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     from contratile.bench.plots import draw
-    from contratile.bench.rows import save
+    from contratile.bench.rows import save_rows
     from contratile.bench.runner import Benchmark, run
     from contratile.cli.tables import notes, tables
 
@@ -78,9 +78,9 @@ def _measure(name: str, argv: Sequence[str]) -> int:
             config,
             command=command,
             notify=lambda text: progress.update(task, description=text),
-            keep=lambda rows: save(rows, config.out),  # an interrupted run keeps its rows
+            keep=lambda rows: save_rows(rows, config.out),  # an interrupted run keeps its rows
         )
-    paths = (*save(recording, config.out), *draw(recording, config.out))
+    paths = (*save_rows(recording, config.out), *draw(recording, config.out))
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     for table in tables(recording):
         console.print(table)
@@ -105,9 +105,9 @@ def plot(argv: Sequence[str]) -> int:
     if missing("bench plot", EXTRA, "bench"):
         return 1
     from contratile.bench.plots import draw
-    from contratile.bench.rows import load
+    from contratile.bench.rows import load_rows
 
-    recording = load(options.results)
+    recording = load_rows(options.results)
     folder = options.out or options.results.parent
     folder.mkdir(parents=True, exist_ok=True)
     print("written: " + ", ".join(map(str, draw(recording, folder))))

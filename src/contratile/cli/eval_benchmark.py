@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from contratile.errors import bad_value, check_count
 from contratile.printable import printable
 
-Row = dict[str, Any]
+ResultRow = dict[str, Any]
 
 COLUMNS = {
     "acc1": "acc1",
@@ -85,7 +85,7 @@ def evaluate_benchmark(options: Any, report: Callable[[dict[str, Any]], object])
         place = accelerator.process_index, accelerator.num_processes
         work = work._replace(towers=towers.to(accelerator.device), rank=place[0], world=place[1], share=gather_objects)
     console = Console(stderr=True, quiet=work.rank != 0)
-    rows: dict[str, Row] = {}
+    rows: dict[str, ResultRow] = {}
     with console.status("evaluating") as status:
         for name, folder in folders.items():
 
@@ -124,7 +124,7 @@ class _Work(NamedTuple):
     """Gives every rank the objects of all ranks. Collective."""
 
 
-def _evaluate_set(work: _Work, folder: Path, name: str, notify: Callable[[int], object]) -> Row:
+def _evaluate_set(work: _Work, folder: Path, name: str, notify: Callable[[int], object]) -> ResultRow:
     """The row of one data set; on other ranks than the main one an empty one."""
     from contratile.data.clip_benchmark import BenchmarkShards, open_set
     from contratile.train.clip_benchmark import encode_classes, encode_part, merge, merge_classes, set_metrics
@@ -149,7 +149,7 @@ def _evaluate_set(work: _Work, folder: Path, name: str, notify: Callable[[int], 
         metrics = set_metrics(data, whole, merge_classes([x for _, x in found]), broken_limit=work.broken_limit)
     except SKIPPED as error:
         return {"error": _sentence(error)}
-    facts: Row = {"task": data.task, "samples": len(whole.labels), "broken": whole.broken.total()}
+    facts: ResultRow = {"task": data.task, "samples": len(whole.labels), "broken": whole.broken.total()}
     if data.task == "retrieval":
         return facts | {"texts": len(whole.text)} | metrics
     return facts | {"classes": len(data.classes), "templates": len(data.templates)} | metrics
@@ -161,7 +161,7 @@ def _sentence(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def benchmark_table(rows: Mapping[str, Row]) -> list[str]:
+def benchmark_table(rows: Mapping[str, ResultRow]) -> list[str]:
     """A line per data set: task, samples and the metrics that it has; or why it was not evaluated."""
     good = {name: row for name, row in rows.items() if "error" not in row}
     shown = [metric for metric in COLUMNS if any(metric in row for row in good.values())]

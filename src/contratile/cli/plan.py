@@ -34,8 +34,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--devices",
         default="cpu",
-        help="8xA800-80G, 4x8xH100 for 4 nodes of 8, 2xcpu for two processes here, or a number of devices by hand "
-        "(default: `cpu`)",
+        help="8xA800-80G, 4x8xH100 for 4 nodes of 8, 2xcpu for two processes here, or a number of devices that the "
+        "options below describe (default: `cpu`)",
     )
     parser.add_argument("--device-memory", type=float, help="GB of a device, instead of the table's")
     parser.add_argument("--device-flops", type=float, help="TFLOP/s that large products reach in this precision")

@@ -3,6 +3,7 @@
 import argparse
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("query", nargs="*", help='what to search for: one query, for example "battery charging"')
     parser.add_argument(
         "--queries", nargs="+", default=[], help='several queries, for example "arrow left" "arrow right"'
+    )
+    parser.add_argument(
+        "--text", action="store_true", help="queries that end like the name of a picture (logo.png) are texts too"
     )
     parser.add_argument("--k", type=int, default=8, help="number of results (default: 8)")
     parser.add_argument(
@@ -84,7 +88,11 @@ def _search(options: Any) -> None:
     if options.out is not None and not finds_pictures:
         remedy = "Drop it: texts are printed."
         bad_value("--out", expected="a search that finds images", got=options.out, remedy=remedy)
-    features = [_features(towers, query, among, chosen=options.among is not None) for query in queries]
+    if options.text and (towers.right if among == "left" else towers.left).kind != "text":
+        remedy = "Drop it, or search among the images (--among left)." if towers.right.kind == "text" else "Drop it."
+        bad_value("--text", expected="a search with texts", got="one with pictures", remedy=remedy)
+    encoded = partial(_features, towers, among=among, chosen=options.among is not None, text=options.text)
+    features = [encoded(query) for query in queries]
     rows = sheet_rows(corpus, queries, torch.cat(features), k=options.k, among=among)
     if finds_pictures:
         _show_pictures(rows, corpus, options.out or sheet, options.k)
@@ -122,23 +130,28 @@ def _queries(options: Any) -> list[str]:
     return [printable(query) for query in queries]
 
 
-def _features(towers: "Towers", query: str, among: "Side", *, chosen: bool) -> "Tensor":
-    """Encode one query, a text or the path of a picture, with the encoder it needs."""
+def _features(towers: "Towers", query: str, among: "Side", *, chosen: bool, text: bool) -> "Tensor":
+    """Encode one query, a text or the path of a picture, with the encoder it needs.
+
+    Args:
+        towers: The encoders.
+        query: The query.
+        among: The side that is searched.
+        chosen: Whether the user named that side.
+        text: The query is a text, even if it reads like the path of a picture.
+    """
     from contratile.data.images import SUFFIXES
     from contratile.train.gallery_search import encode_queries
 
     tower = towers.right if among == "left" else towers.left
-    if tower.kind == "text" and towers.left.kind == "image" and Path(query).suffix.lower() in SUFFIXES:
-        if Path(query).is_file():
-            if not chosen:
-                remedy = (
-                    "Pass --among right to find the texts of that picture, or --among left to find similar pictures."
-                )
-                bad_value("query", expected="a text", got=f"a picture, {query}", remedy=remedy)
-            tower = towers.left
-        elif chosen:  # pictures are asked for: as a text, a mistyped path would find something all the same
-            remedy = "Check the path. To search for these words, drop --among."
-            bad_value("query", expected="the path of a picture", got=f"nothing at {query}", remedy=remedy)
+    if tower.kind == "text" and towers.left.kind == "image" and Path(query).suffix.lower() in SUFFIXES and not text:
+        if not Path(query).is_file():  # as a text, a mistyped path would find something all the same
+            remedy = "Check the path, or pass --text to search for these words."
+            bad_value("query", expected="a text, or the path of a picture", got=f"nothing at {query}", remedy=remedy)
+        if not chosen:
+            remedy = "Pass --among right to find the texts of that picture, or --among left to find similar pictures."
+            bad_value("query", expected="a text", got=f"a picture, {query}", remedy=remedy)
+        tower = towers.left
     asked: Any = query if tower.kind == "text" else _picture(query, views=towers.left is towers.right)
     return encode_queries(tower, [asked])
 

@@ -59,7 +59,7 @@ class DataConfig:
     """Hard negatives per pair; of more, some are chosen for each epoch. 0: use none. Not given: as in the first row."""
 
     root: Path | None = None
-    """Folder of a table's images; paths out of it are refused. Without it paths are relative to the table."""
+    """Folder of a table's images; paths that lead out of it are refused. Without it paths are relative to the table."""
 
     test_share: float = 0.1
     """Share of the pairs that is held out by hash if the data has no test split."""
@@ -165,6 +165,11 @@ def open_source(config: DataConfig, split: Split) -> Indexed | Stream:
     Raises:
         ValueError: The data does not exist, has no pairs, or the options do not fit it.
         ImportError: A package for this kind of data is missing.
+
+    Examples:
+        >>> source = open_source(DataConfig(data="icons"), "test")          # doctest: +SKIP
+        >>> source[0].right                                                  # doctest: +SKIP
+        'arrow left bold'
     """
     check_choice("split", split, ("train", "test"))
     names = config.test_names if split == "test" and config.test_names else config.names

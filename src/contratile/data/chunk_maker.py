@@ -60,12 +60,12 @@ class Negatives(NamedTuple):
 
 
 class SecondInputs(NamedTuple):
-    """What a second model is given of the same pairs."""
+    """Inputs of a second model (a guide or a teacher) for the same pairs."""
 
     left: Any
     right: Any
     negatives: Any = None
-    """Of all places for hard negatives, as in `Negatives`."""
+    """Inputs of the hard negatives, empty places included, as in `Negatives`."""
 
 
 class Chunk(NamedTuple):
@@ -104,10 +104,10 @@ class _Read(NamedTuple):
 
     sample: Sample
     left: tuple[Any, ...]
-    """The views of its left side; with a second model, what that sees comes last."""
+    """The views of its left side; the second model's view comes last, if there is one."""
 
     negatives: tuple[tuple[Any, ...], ...]
-    """The same of its hard negatives."""
+    """The views of its hard negatives, likewise."""
 
 
 class ChunkMaker(Dataset[Any]):
@@ -219,7 +219,7 @@ class ChunkMaker(Dataset[Any]):
         return Negatives(self.prepare[self.hard_side](found), there, texts)
 
     def _places(self, read: list[_Read], view: int) -> list[Any]:
-        """What is in the places for hard negatives, as one of the views; empty ones repeat something else."""
+        """One view of all hard negatives; empty places repeat something else of the chunk."""
         found: list[Any] = []
         for one in read:
             filler = one.sample.right if self.hard_side == 1 else one.left[view]
@@ -228,7 +228,7 @@ class ChunkMaker(Dataset[Any]):
         return found
 
     def _second(self, chunk: Chunk, read: list[_Read]) -> SecondInputs | None:
-        """What the second model is given."""
+        """Prepare the inputs of the second model, if there is one."""
         if self.second is None:
             return None
         left = chunk.left if self.same_pixels else self.second[0]([one.left[-1] for one in read])

@@ -118,12 +118,8 @@ class Loader:
     ) -> None:
         check_count("negatives", negatives, least=0)
         check_count("samples_per_epoch", samples_per_epoch, least=0)
-        if augment is not None and augment.views == 2 and source.kinds[0] != "image":
-            remedy = "Views are random crops and colours of pictures."
-            bad_value("views", expected="images", got=f"{source.kinds[0]}s of {source.name}", remedy=remedy)
-        if augment is not None and augment.on and training and not getattr(prepare[0], "edge", 0):
-            remedy = "Use Squares(edge) of contratile.data.images, or an object with an attribute `edge`."
-            bad_value("prepare", expected="one with a size in pixels, to augment images", got="none", remedy=remedy)
+        if augment is not None:
+            _check_augment(augment, source, prepare, training)
         for name, value in {"batch": batch, "chunk": chunk, "world": world}.items():
             check_count(name, value, least=1)
         check_count("workers", workers, least=0)
@@ -149,6 +145,11 @@ class Loader:
         self._examples: dict[str, str] = {}
         self._position: dict[str, Any] = {"epoch": 0, "step": 0}
         self.steps_per_epoch = self.order.steps_per_epoch(source)
+        self._check_batch(shuffle=shuffle, samples_per_epoch=samples_per_epoch, world=world)
+
+    def _check_batch(self, *, shuffle: bool, samples_per_epoch: int, world: int) -> None:
+        """Raise a ValueError if the source cannot fill a batch, or a batch cannot serve all ranks."""
+        source, batch = self.source, self.batch
         if isinstance(source, Mixture) and source.batching == "homogeneous" and shuffle:
             counts = drawn(source.lengths, source.weights, samples_per_epoch)
             for part, count in zip(source.sources, counts, strict=True):
@@ -323,3 +324,15 @@ def too_many_broken(broken: int, seen: int, limit: float) -> bool:
 
 def _unchanged(made: T) -> T:
     return made
+
+
+def _check_augment(
+    augment: AugmentConfig, source: Indexed | Stream, prepare: tuple[Prepare, Prepare], training: bool
+) -> None:
+    """Raise a ValueError if the left sides cannot be augmented."""
+    if augment.views == 2 and source.kinds[0] != "image":
+        remedy = "Views are random crops and colours of pictures."
+        bad_value("views", expected="images", got=f"{source.kinds[0]}s of {source.name}", remedy=remedy)
+    if augment.on and training and not getattr(prepare[0], "edge", 0):
+        remedy = "Use Squares(edge) of contratile.data.images, or an object with an attribute `edge`."
+        bad_value("prepare", expected="one with a size in pixels, to augment images", got="none", remedy=remedy)

@@ -38,7 +38,7 @@ class WordNet:
 
     def __init__(self, split: Split, *, folder: Path | None = None, test_share: float | None = 0.1) -> None:
         self.name = f"wordnet ({split})"
-        pairs = list(read(find(folder)))
+        pairs = list(read(find_wordnet(folder)))
         if test_share is not None:
             test = _one_answer_each([pair for pair in pairs if held_out(pair.right, test_share)])
             words = {pair.left for pair in test}
@@ -97,7 +97,7 @@ def _pairs_of(line: str, part: str) -> list[Sample]:
     return [Sample(word, definition, f"{part}/{fields[0]}/{word}") for word in plain]
 
 
-def find(folder: Path | None) -> Path:
+def find_wordnet(folder: Path | None) -> Path:
     """The folder of WordNet's data files.
 
     Args:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from contratile import reference
-from contratile.doctor.inputs import SCALE, compute_dtype, dtype_name, error_text, features
+from contratile.doctor.inputs import SCALE, compute_dtype, dtype_name, error_text, unit_features
 from contratile.losses import functional
 
-LossCall = Callable[..., Tensor]
-LOSSES: dict[str, LossCall] = {
+CheckedLoss = Callable[..., Tensor]
+LOSSES: dict[str, CheckedLoss] = {
     "clip_loss": lambda of, q, k, s, **how: of.clip_loss(q, k, s, **how),
     "info_nce": lambda of, q, k, s, **how: of.info_nce(q[::2], k, s, labels=_indices(q[::2]) * 2, **how),
     "nt_xent": lambda of, q, k, s, **how: of.nt_xent(q, k, 1 / s, **how),
@@ -28,7 +28,7 @@ LOSSES: dict[str, LossCall] = {
 """How each loss is called: `of` is `losses.functional` or `reference`, then queries, keys and scale."""
 
 FOUR = "query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"
-OBJECTIVES: dict[str, LossCall] = {
+OBJECTIVES: dict[str, CheckedLoss] = {
     "several positives": lambda of, q, k, s, **how: of.clip_loss(
         q, k, s, ids=_indices(q) % 7, same_id="positive", **how
     ),
@@ -116,7 +116,7 @@ def check_accuracy(
     key = str(device), backend, loss, dtype_name(dtype)
     how = {"group": None, "backend": backend} | ({"precision": precision} if precision else {})
     try:
-        errors = _errors(_value_and_grads(loss, functional, features(n, d, dtype, device), **how), exact)
+        errors = _errors(_value_and_grads(loss, functional, unit_features(n, d, dtype, device), **how), exact)
     except Exception as error:  # whatever a user would run into
         return Accuracy(*key, float("nan"), allowed[0], float("nan"), allowed[1], ok=False, note=error_text(error))
     ok = all(error <= limit for error, limit in zip(errors, allowed, strict=True))
@@ -128,7 +128,7 @@ def _yardstick(
     device: torch.device, loss: str, dtype: torch.dtype, n: int, d: int
 ) -> tuple[list[Tensor], tuple[float, float]]:
     """Value and gradients in fp64, and the errors that are allowed."""
-    inputs = features(n, d, dtype, device)
+    inputs = unit_features(n, d, dtype, device)
     wide = compute_dtype(dtype)
     exact = _value_and_grads(loss, reference, [x.cpu().double() for x in inputs])
     naive = _errors(_value_and_grads(loss, reference, [x.to(wide) for x in inputs]), exact)

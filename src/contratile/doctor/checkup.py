@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from contratile.doctor.accuracy import Accuracy, check_accuracy, checked_dtypes, checked_losses
-from contratile.doctor.inputs import dtype_name, error_text, features
+from contratile.doctor.inputs import dtype_name, error_text, unit_features
 from contratile.doctor.timing import StepTime, time_steps
 from contratile.engine.backends import Backend, registry
 from contratile.losses import functional
@@ -115,7 +115,7 @@ def check_backend(device: torch.device, backend: Backend) -> BackendState:
     reason = registry.unavailable(device) if backend == "triton" else None
     if reason is not None:
         return BackendState(str(device), backend, False, reason)
-    q, k, s = (x.requires_grad_() for x in features(8, 8, torch.float32, device))
+    q, k, s = (x.requires_grad_() for x in unit_features(8, 8, torch.float32, device))
     try:
         functional.clip_loss(q, k, s, group=None, backend=backend).backward()  # type: ignore[no-untyped-call]
     except Exception as error:  # whatever a user would run into

@@ -15,7 +15,7 @@ import torch
 from contratile import clip_loss, siglip_loss
 from contratile.bench.clock import Clock, Step, clock_for
 from contratile.bench.contestants.family import CASES
-from contratile.bench.contestants.loss import CLIP, Case, LossContestant, LossFunction, LossProblem, backward
+from contratile.bench.contestants.loss import CLIP, Case, LossContestant, LossFunction, LossProblem, with_backward
 from contratile.bench.harness import GemmLimit, Notify, Turns, describe, interleave, quiet
 from contratile.bench.memory import MiB, no_room
 from contratile.doctor.inputs import dtype_name
@@ -52,7 +52,7 @@ class Comparison:
 
 
 def _on_torch(name: str, loss: LossFunction) -> LossContestant:
-    step = backward(partial(loss, group=None, backend="torch"))
+    step = with_backward(partial(loss, group=None, backend="torch"))
     return LossContestant(name=name, load=lambda: step, about="backend='torch'", linear=16)
 
 
@@ -60,7 +60,7 @@ TORCH = {"clip": _on_torch("contratile_torch", clip_loss), "siglip": _on_torch("
 """Our loss without kernels."""
 
 
-def chosen(case: Case, device: torch.device) -> list[LossContestant]:
+def contestants_for(case: Case, device: torch.device) -> list[LossContestant]:
     """Return who is compared on a device."""
     known = case.contestants
     ours = [known["contratile"], *([TORCH[case.name]] if device.type == "cuda" else [])]
@@ -85,7 +85,7 @@ def compare(device: torch.device, *, quick: bool = False, notify: Notify = lambd
 def _at(case: Case, clock: Clock, n: int, d: int, dtype: torch.dtype, notify: Notify) -> Iterator[Comparison]:
     loss = f"{case.name}_loss"
     problem = case.problem(n, d, scale=SCALE, dtype=dtype, device=clock.device)
-    contestants, notes, steps = chosen(case, clock.device), dict[str, str](), dict[str, Step]()
+    contestants, notes, steps = contestants_for(case, clock.device), dict[str, str](), dict[str, Step]()
     for who in contestants:
         notify(f"{loss}, {who.name}, warm-up at N={n}")
         try:

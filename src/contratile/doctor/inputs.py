@@ -7,7 +7,7 @@ from torch.nn import functional as F
 SCALE = 10.0
 
 
-def features(n: int, d: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def unit_features(n: int, d: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Return unit queries [n, d], keys [n, d] that resemble them, and the scale."""
     source = torch.Generator().manual_seed(n + d)
     q = torch.randn(n, d, generator=source)

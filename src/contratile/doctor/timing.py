@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from contratile.doctor.inputs import dtype_name, error_text, features
+from contratile.doctor.inputs import dtype_name, error_text, unit_features
 from contratile.engine.backends import Backend
 from contratile.losses import functional
 
@@ -34,7 +34,7 @@ def time_steps(device: torch.device, backends: Sequence[Backend], quick: bool) -
         (n, d), dtype = ((1024, 128) if quick else (4096, 256)), torch.float32
     else:
         (n, d), dtype = ((4096, 512) if quick else (16384, 512)), torch.bfloat16
-    inputs = [x.requires_grad_() for x in features(n, d, dtype, device)]
+    inputs = [x.requires_grad_() for x in unit_features(n, d, dtype, device)]
     best: dict[str, float] = {}
     notes: dict[str, str] = {}
     for backend in backends:

@@ -19,7 +19,7 @@ import torch
 from contratile.bench.clock import Step, clock_for
 from contratile.bench.harness import Notify, turn
 from contratile.doctor.accuracy import LOSSES, Accuracy, check_accuracy
-from contratile.doctor.inputs import error_text, features
+from contratile.doctor.inputs import error_text, unit_features
 from contratile.engine import tuned
 from contratile.engine.backends import registry
 from contratile.engine.plan import plan_tiles
@@ -136,7 +136,7 @@ class CpuTiles(Subject):
         self.n, self.d, self.torch_dtype = n, d, dtype
         self.itemsize = accumulation_dtype(dtype).itemsize
         self.dtype, self.name = tuned.accumulated(self.itemsize), tuned.cpu()
-        self.inputs = [x.requires_grad_() for x in features(n, d, dtype, self.device)]
+        self.inputs = [x.requires_grad_() for x in unit_features(n, d, dtype, self.device)]
 
     def candidates(self) -> dict[str, Choice | None]:
         """Shapes around that of the rule, each as large as the workspace allows."""
@@ -184,7 +184,7 @@ class Kernel(Subject):
         self.name, self.timed = triton_launch.device_name(device), not triton_launch.INTERPRETED
         self.rounds = 5 if self.timed else 1
         self.how: Any = {"group": None, "backend": "triton", "precision": precision}
-        self.inputs = [x.requires_grad_() for x in features(n, d, dtype, device)]
+        self.inputs = [x.requires_grad_() for x in unit_features(n, d, dtype, device)]
 
     def candidates(self) -> dict[str, Choice | None]:
         from contratile.engine.backends.triton_configs import candidates, config_for

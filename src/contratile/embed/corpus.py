@@ -1,7 +1,7 @@
 """Embedded files as a corpus to search, exactly and in memory that does not grow with their rows.
 
     corpus, towers, title = open_corpus(Path("features.npy"))
-    find(corpus, ["battery charging"], encode_queries(towers.right, ["battery charging"]), k=8, among="left")
+    find_hits(corpus, ["battery charging"], encode_queries(towers.right, ["battery charging"]), k=8, among="left")
 
 The files may come from anyone. They say which rows of which data are pictures, never which files: pictures are read by
 position from data that this user embedded or names now.
@@ -24,7 +24,7 @@ from contratile.report.corpus import Hit, Side, Split
 from contratile.report.gallery import thumbnail
 
 if TYPE_CHECKING:
-    from contratile.embed.units import Row
+    from contratile.embed.units import EmbeddedRow
 
 SIDES: tuple[Side, ...] = ("left", "right")
 MOST = 4096
@@ -99,7 +99,7 @@ class EmbeddedCorpus:
             return self._picture(item)
 
     def _read_picture(self, item: int) -> bytes:
-        row: Row = self._row(item)
+        row: EmbeddedRow = self._row(item)
         if self._pictures is None or row.index is None or not 0 <= row.index < len(self._pictures):
             return b""
         try:

@@ -20,9 +20,9 @@ from contratile.data.loader import BROKEN_LIMIT, too_many_broken
 from contratile.data.sample import Indexed, Stream
 from contratile.embed.data_files import check_apart, data_state
 from contratile.embed.output import Output
-from contratile.embed.reading import Reader, Share, Skip, unit_tasks
+from contratile.embed.reading import ChunkReader, Share, Skip, unit_tasks
 from contratile.embed.record import Record
-from contratile.embed.units import Row, Unit, Units, UnitWriter
+from contratile.embed.units import EmbeddedRow, Unit, Units, UnitWriter
 from contratile.embed.work_folder import claim_folder, remove_folder, work_folder
 from contratile.errors import bad_value, check_choice, check_count
 from contratile.models.encoding import evaluating, to_device
@@ -103,6 +103,11 @@ def embed_source(
     Raises:
         ValueError: `out` cannot be written, was begun with other arguments, or too many samples are broken.
         FloatingPointError: A feature is NaN or infinite.
+
+    Examples:
+        >>> towers, config, step = load_run(Path("runs/icons"))              # doctest: +SKIP
+        >>> embed_source(towers, open_source(config.data, "test"), Path("features.npy")).rows    # doctest: +SKIP
+        1445
     """
     check_choice("side", side, get_args(Side))
     for name, value in {"chunk": chunk, "save_every": save_every}.items():
@@ -138,17 +143,9 @@ def embed_source(
     rows = sum(unit.rows for unit in done.values())
     if ranks.rank == 0:
         assert list(done) == list(range(len(done))), "units without a gap"
-        record = Record(
-            run=str(run.resolve()) if run else "",
-            step=step,
-            weights=weights,
-            sides=sides,
-            kinds=source.kinds,
-            names=side_names(source),
-            rows=rows,
-            width=units.widths[sides[0]],
-            data=dict(facts or {}),
-        )
+        made_by: dict[str, Any] = {"run": str(run.resolve()) if run else "", "step": step, "weights": weights}
+        made_from: dict[str, Any] = {"kinds": source.kinds, "names": side_names(source), "data": dict(facts or {})}
+        record = Record(**made_by, **made_from, sides=sides, rows=rows, width=units.widths[sides[0]])
         output.write(units, done, record)
         remove_folder(units.folder)
     ranks.wait()
@@ -170,7 +167,7 @@ def _encode(
     device = towers.log_scale.device
     left, right = (getattr(towers, each).prepare if each in sides else Skip() for each in ("left", "right"))
     once: dict[str, Any] = {"shuffle": False, "epochs": 1, "drop_last": False, "training": False}
-    reader = Reader(source, (left, right), batch=share.chunk, chunk=share.chunk, **once, **options)
+    reader = ChunkReader(source, (left, right), batch=share.chunk, chunk=share.chunk, **once, **options)
     writer: UnitWriter | None = None
     seen = in_unit = 0
     for task, chunk, broken in reader.read(unit_tasks(source, share, before)):
@@ -180,7 +177,7 @@ def _encode(
             features = {each: values.float().cpu() for each, values in features.items()}
             _check_finite(features, chunk.keys)
             places = [None if place < 0 else place for place in chunk.index.tolist()]
-            rows = [Row(*row) for row in zip(chunk.keys, chunk.names, chunk.texts, places, strict=True)]
+            rows = [EmbeddedRow(*row) for row in zip(chunk.keys, chunk.names, chunk.texts, places, strict=True)]
             writer.add(rows, features, broken)
         else:
             writer.add([], {}, broken)

@@ -61,7 +61,7 @@ class Mined(NamedTuple):
     """Samples that could not be read."""
 
 
-class Pairs(NamedTuple):
+class DistinctPairs(NamedTuple):
     """Distinct left sides and texts of the embedded rows."""
 
     query: Tensor  # [N]: number of each row's left side
@@ -70,7 +70,7 @@ class Pairs(NamedTuple):
     first_key: Tensor  # [V]: first row of each text
 
     @classmethod
-    def read(cls, keys: Path) -> Pairs:
+    def read(cls, keys: Path) -> DistinctPairs:
         """Number equal names and equal texts in a file of keys."""
         numbers: tuple[dict[bytes, int], dict[bytes, int]] = ({}, {})
         found = [array("q") for _ in range(4)]
@@ -117,6 +117,11 @@ def mine_source(
 
     Raises:
         ValueError: The table cannot be written or the data cannot be mined.
+
+    Examples:
+        >>> towers, config, step = load_run(Path("runs/words"))              # doctest: +SKIP
+        >>> rules = Rules(num_negatives=5, relative_margin=0.05)             # doctest: +SKIP
+        >>> mine_source(towers, open_source(config.data, "train"), Path("mined.jsonl"), rules)    # doctest: +SKIP
     """
     check_table(out)
     check_apart([out], str((facts or {}).get("data", "")))
@@ -126,7 +131,7 @@ def mine_source(
     ranks.wait()
     broken = _embed(towers, source, work, facts or {}, ranks, notify, embedding)
     features = work / FEATURES
-    pairs = Pairs.read(features.with_suffix(".keys.jsonl"))
+    pairs = DistinctPairs.read(features.with_suffix(".keys.jsonl"))
     if len(pairs.first_key) < 2:
         remedy = "Every text but its own is a candidate."
         bad_value(f"texts of {source.name}", expected="at least two different ones", got=1, remedy=remedy)
@@ -197,7 +202,7 @@ def _embed(
 
 def _mine(
     features: Path,
-    pairs: Pairs,
+    pairs: DistinctPairs,
     rules: Rules,
     work: Path,
     ranks: Ranks,

@@ -50,6 +50,9 @@ def open_corpus(path: Path, *, run: Path | None = None, pictures: str | None = N
 
     Raises:
         ValueError: There is nothing to search, it is damaged, or the run has other weights than those that were used.
+
+    Examples:
+        >>> opened = open_corpus(Path("features.npy"))                       # doctest: +SKIP
     """
     out = _embedded_name(path)
     if out is not None:

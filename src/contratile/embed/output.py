@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 from contratile.data.files import written_whole
 from contratile.embed.parquet import need_parquet
 from contratile.embed.record import Record, record_file
-from contratile.embed.units import Row, Unit, Units
+from contratile.embed.units import EmbeddedRow, Unit, Units
 from contratile.errors import bad_value
 
 SUFFIXES = (".npy", ".parquet")
@@ -151,7 +151,7 @@ def write_header(file: BinaryIO, shape: tuple[int, int]) -> None:
     npy.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
 
 
-def _columns(rows: list[Row]) -> dict[str, Any]:
+def _columns(rows: list[EmbeddedRow]) -> dict[str, Any]:
     """Texts by column. Names of files may hold bytes that are not UTF-8."""
     columns: dict[str, Any] = {
         name: [getattr(row, name).encode(errors="replace").decode() for row in rows] for name in ("key", "name", "text")

@@ -89,7 +89,7 @@ def _of_stream(source: Stream, share: Share, done: Mapping[int, Unit]) -> Iterat
             wanted = next(mine)
 
 
-class Reader(Loader):
+class ChunkReader(Loader):
     """A loader of given chunks that also tells which samples were broken."""
 
     def read(self, tasks: Iterator[ChunkTask]) -> Iterator[tuple[ChunkTask, Chunk | None, list[Broken]]]:

@@ -25,7 +25,7 @@ from torch import Tensor
 from contratile.data.sample import need
 from contratile.embed.output import Output
 from contratile.embed.record import Record
-from contratile.embed.units import Row
+from contratile.embed.units import EmbeddedRow
 from contratile.errors import bad_value
 
 TILE = 16384
@@ -47,7 +47,7 @@ class Stored(Protocol):
     def tiles(self, side: str) -> Iterator[Tensor]:
         """The features of a side, a part at a time."""
 
-    def row(self, number: int) -> Row:
+    def row(self, number: int) -> EmbeddedRow:
         """The key, name and text of a row."""
 
 
@@ -94,7 +94,7 @@ class Arrays:
         whole = self._features[side]
         return (torch.from_numpy(whole[start : start + TILE]) for start in range(0, len(whole), TILE))
 
-    def row(self, number: int) -> Row:
+    def row(self, number: int) -> EmbeddedRow:
         start, end = 0, self._starts[number // EVERY]
         for _ in range(number % EVERY + 1):
             start, end = end, self._keys.find(b"\n", end, end + LONGEST) + 1
@@ -142,7 +142,7 @@ class Parquet:
             values = column.flatten().to_numpy(zero_copy_only=False)
             yield torch.from_numpy(values.copy()).view(-1, self._width)
 
-    def row(self, number: int) -> Row:
+    def row(self, number: int) -> EmbeddedRow:
         group = bisect_right(self._ends, number)
         skip = number - (self._ends[group - 1] if group else 0)
         for batch in self._batches(list(COLUMNS), row_groups=[group], batch_size=1024):
@@ -175,7 +175,7 @@ def _mapped(path: Path, record: Record) -> Any:
     return found.view(np.ndarray)
 
 
-def _row(line: bytes, path: Path) -> Row:
+def _row(line: bytes, path: Path) -> EmbeddedRow:
     try:
         told = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -183,13 +183,13 @@ def _row(line: bytes, path: Path) -> Row:
     return _checked(told, path)
 
 
-def _checked(told: Any, path: Path) -> Row:
+def _checked(told: Any, path: Path) -> EmbeddedRow:
     """A row whose fields are of their types."""
     found: list[Any] = [told.get(name) for name in COLUMNS] if isinstance(told, dict) else []
     whole = found and (found[3] is None or (isinstance(found[3], int) and not isinstance(found[3], bool)))
     if not whole or not all(isinstance(text, str) for text in found[:3]):
         _damaged(path, "key, name, text and index in every row", "something else")
-    return Row(*found)
+    return EmbeddedRow(*found)
 
 
 def _damaged(path: Path, expected: str, got: str) -> NoReturn:

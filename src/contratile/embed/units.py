@@ -29,7 +29,7 @@ from contratile.errors import bad_value
 PLAN = "plan.json"
 
 
-class Row(NamedTuple):
+class EmbeddedRow(NamedTuple):
     """What is told about a sample beside its features."""
 
     key: str
@@ -115,10 +115,10 @@ class Units:
     def _sides(self) -> list[tuple[str, int]]:
         return list(self.widths.items())
 
-    def rows(self, number: int) -> list[Row]:
+    def rows(self, number: int) -> list[EmbeddedRow]:
         """The rows of a unit that is done."""
         with self.file(number, "rows").open(encoding="utf-8") as lines:
-            return [Row(**json.loads(line)) for line in lines]
+            return [EmbeddedRow(**json.loads(line)) for line in lines]
 
     def writer(self, number: int) -> UnitWriter:
         """Begin a unit. What an interrupted process left of it is written over."""
@@ -135,7 +135,7 @@ class UnitWriter:
         for draft in self._drafts.values():
             draft.write_bytes(b"")
 
-    def add(self, rows: Sequence[Row], features: Mapping[str, Tensor], broken: Sequence[Broken]) -> None:
+    def add(self, rows: Sequence[EmbeddedRow], features: Mapping[str, Tensor], broken: Sequence[Broken]) -> None:
         """Append rows and their features, float32 on the CPU."""
         lines = "".join(json.dumps(row._asdict()) + "\n" for row in rows)
         with self._drafts["rows"].open("a", encoding="utf-8") as file:

@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from contratile.errors import bad_value
-from contratile.train.claim import LOCK, Claim, claim
+from contratile.train.claim import ATTEMPTS, Claim, claim
 
 REMOVED = ".removed-"
-ATTEMPTS = 100
-"""How often the folder may vanish under our hands: each time another process has finished with it."""
 
 
 def work_folder(out: Path) -> Path:
@@ -45,11 +43,9 @@ def claim_folder(folder: Path) -> Claim | None:
             held = claim(folder)
         except FileNotFoundError:  # just removed
             continue
-        if held is None or _is_lock_of(held, folder):
-            for old in folder.parent.glob(f"{_escaped(folder.name)}{REMOVED}*"):  # of a process that was killed
-                shutil.rmtree(old, ignore_errors=True)
-            return held
-        held.release()  # it had been removed when we got the lock
+        for old in folder.parent.glob(f"{_escaped(folder.name)}{REMOVED}*"):  # of a process that was killed
+            shutil.rmtree(old, ignore_errors=True)
+        return held
     raise AssertionError(f"{folder} cannot be claimed: it is removed again and again")
 
 
@@ -68,15 +64,6 @@ def read_object(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _is_lock_of(held: Claim, folder: Path) -> bool:
-    """Whether the locked file is the one in the folder, not one of an earlier folder of the same name."""
-    known = held.release.peek()
-    try:
-        return known is not None and os.path.samestat(os.fstat(known[2][0]), (folder / LOCK).stat())
-    except OSError:
-        return False
 
 
 def _escaped(name: str) -> str:

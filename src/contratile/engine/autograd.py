@@ -22,7 +22,7 @@ from contratile.engine import compiled
 from contratile.engine.backends import dense
 from contratile.engine.compiled import no_second_derivative
 from contratile.engine.passes import backward, forward
-from contratile.engine.spec import InputGrads, Inputs, PairStats, SideStats, Spec, Wanted
+from contratile.engine.spec import DIFFERENTIABLE, InputGrads, Inputs, PairStats, SideStats, Spec, Wanted
 from contratile.engine.summed import GradSum, sums_of
 from contratile.ring.ring import Ring
 
@@ -42,17 +42,17 @@ def pair_stats(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     symmetric, own = x.key is None, spec
     if symmetric and spec.cols:
         own = own._replace(rows=True, cols=False)
+    compiling, alone = torch.compiler.is_compiling(), ring.team.size == 1
     if not _wants_grad(x) or spec.prefixes:  # a tile of scores for each prefix would take several times the memory
-        own = own._replace(cache_bytes=0)
-    elif not torch.compiler.is_compiling() and _is_small(ring, x, spec):
-        own = own._replace(cache_bytes=max(SMALL, spec.cache_bytes))
-    if not torch.compiler.is_compiling():
-        sums = (sums_of(x.query), sums_of(x.key)) if ring.team.size == 1 else (None, None)
-        tensors = _Pairs.apply(ring, own, sums, *x)  # type: ignore[no-untyped-call]  # torch has no types
-    elif ring.team.size == 1:
+        own = own._replace(cache_bytes=0) if own.cache_bytes else own
+    elif not compiling and spec.cache_bytes < SMALL and _is_small(ring, x, spec):
+        own = own._replace(cache_bytes=SMALL)
+    if compiling and alone:
         tensors = compiled.pair_stats(x, own).tensors()
     else:
-        tensors = _graph_break()(ring, own, (None, None), *x)
+        apply = _graph_break() if compiling else _Pairs.apply
+        sums = (sums_of(x.query), sums_of(x.key)) if alone else (None, None)
+        tensors = apply(ring, own, sums, x, *x[:DIFFERENTIABLE])
     stats = PairStats.of(tensors, spec.unit)
     if symmetric and spec.cols:
         return stats._replace(row=stats.row if spec.rows else SideStats(), col=stats.row)
@@ -66,8 +66,7 @@ def _is_small(ring: Ring, x: Inputs, spec: Spec) -> bool:
 
 
 def _wants_grad(x: Inputs) -> bool:
-    differentiable = x.query, x.key, x.scale, x.bias, x.key_bias, x.stand_in
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x[:DIFFERENTIABLE])
 
 
 @cache
@@ -85,46 +84,43 @@ class _Pairs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ring: Ring, spec: Spec, sums: tuple[GradSum | None, GradSum | None], *inputs: Any
+        ctx: Any,
+        ring: Ring,
+        spec: Spec,
+        sums: tuple[GradSum | None, GradSum | None],
+        x: Inputs,
+        *differentiable: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
+        """`differentiable`: those of the inputs that autograd has to know."""
         with _untracked():
-            results = forward(ring, Inputs(*inputs), spec)
+            results = forward(ring, x, spec)
         tensors = results.tensors()
         ctx.ring, ctx.spec, ctx.sums = ring, spec, sums
-        ctx.save_for_backward(*inputs, *tensors)  # all of it is freed by backward
+        ctx.save_for_backward(*x, *tensors)  # all of it is freed by backward
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[t for t in results.constants() if t is not None])
         return *tensors[:-1], None  # without the cache
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ring, spec = ctx.ring, ctx.spec
-        saved, inputs = ctx.saved_tensors, len(Inputs._fields)
+        ring, spec, saved, inputs = ctx.ring, ctx.spec, ctx.saved_tensors, len(Inputs._fields)
         x = Inputs(*saved[:inputs])
         results, given = PairStats.of(saved[inputs:]), PairStats.of(grads)
         if ring.team.size > 1:  # what travels must be the same on every rank
             given = _with_zeros(given, results)
-        needs = Inputs(*ctx.needs_input_grad[3:])
-        of_query = bool(needs.query or needs.stand_in)
-        wanted = Wanted(of_query, *(bool(getattr(needs, name)) for name in Wanted._fields[1:]))
-        of_query_sum, of_key_sum = (None, None) if torch.is_grad_enabled() else ctx.sums
-        into = InputGrads(
-            None if of_query_sum is None or not wanted.query else of_query_sum.total(x.query),
-            None if of_key_sum is None or not wanted.key else of_key_sum.total(x.keys),
-            *(None, None),
-        )
+        *_, query, key, scale, bias, key_bias, stand_in = ctx.needs_input_grad
+        wanted = Wanted(query or stand_in, key, scale, bias, key_bias)
+        of_query, of_key = (None, None) if torch.is_grad_enabled() else ctx.sums
+        query_sum = None if of_query is None or not wanted.query else of_query.total(x.query)
+        key_sum = None if of_key is None or not wanted.key else of_key.total(x.keys)
         with _untracked():
-            out = backward(ring, x, spec, results, given, wanted, into)
-        out = out._replace(
-            query=None if into.query is not None else out.query, key=None if into.key is not None else out.key
-        )
+            out = backward(ring, x, spec, results, given, wanted, query_sum, key_sum)
         if torch.is_grad_enabled():  # create_graph=True: these gradients may be used, but not differentiated
             anchors = [t for t in (*x, *grads) if t is not None and t.requires_grad]
             out = InputGrads(*(None if t is None else _Final.apply(t, *anchors) for t in out))  # type: ignore[no-untyped-call]
-        found: Any = Inputs(*out)  # type: ignore[arg-type]  # None where not wanted
-        if x.stand_in is not None:
-            found = found._replace(query=None, stand_in=out.query)
-        return None, None, None, *found
+        of_query, *others = out
+        own = (of_query, *others, None) if x.stand_in is None else (None, *others, of_query)
+        return None, None, None, None, *own
 
 
 def _with_zeros(grads: PairStats, results: PairStats) -> PairStats:

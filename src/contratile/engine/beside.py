@@ -1,4 +1,4 @@
-"""What the passes prepare for a teacher (`backends/torch_teacher.py`)."""
+"""What the passes compute for a teacher before and after the tiles (`backends/torch_teacher.py`)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contratile.engine.spec import Inputs, SideStats
 from contratile.engine.stats import take
 
 ROWS = 1024
-"""Positives that are multiplied at once."""
+"""Positives per chunk."""
 
 
 def centres(x: Inputs, alpha: Tensor) -> Tensor | None:
-    """For each query a number near its positive's score: its product, summed in another order."""
+    """For each query a number close to its positive's score: the same product, summed in another order."""
     if x.teacher_query is None:
         return None
     assert x.labels is not None and x.key is not None, "a teacher needs positives"

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from contratile.engine import reserve
 from contratile.engine.backends import registry, torch_tiles
-from contratile.engine.backends.block import Given, Gradients, SideGrad, Taughts
+from contratile.engine.backends.block import Given, Gradients, SideGrad, TeacherGrads
 from contratile.engine.backends.precision import library_products, resolve
 from contratile.engine.beside import centres, teacher_grad
 from contratile.engine.cuts import cached_items, cuts_of, pieces
 from contratile.engine.prefixes import add_norm_grads_
 from contratile.engine.spec import InputGrads, Inputs, PairStats, SideStats, Spec, Wanted, number
-from contratile.engine.stats import SideParts, Taught, accumulation_dtype
+from contratile.engine.stats import SideParts, TeacherSide, accumulation_dtype
 from contratile.engine.visitors import KeyBlock, KeyGrad, Own, alpha_of, by_key, factors_of, key_block, scores_of
 from contratile.ring.ring import Ring, RingPass
 
@@ -36,7 +36,7 @@ def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     factors = factors_of(x, spec)
     cuts = cuts_of(ring, x, spec)
     cache = reserve.take(cached_items(cuts), alpha) if spec.cache_bytes else None
-    mine = key_block(x, spec, alpha)._replace(classes=x.key_classes, factor=factors.key)
+    mine = key_block(x, spec, alpha, classes=x.key_classes, factor=factors.key)
     level = x.query_level
     tiles = registry.choose(x, spec)
     centre, teacher_pos = centres(x, alpha), None if x.teacher_query is None or pos is None else torch.zeros_like(pos)
@@ -95,12 +95,13 @@ def backward(
     results: PairStats,
     grads: PairStats,
     wanted: Wanted,
-    into: InputGrads | None = None,
+    query_sum: Tensor | None = None,
+    key_sum: Tensor | None = None,
 ) -> InputGrads:
     """The gradients of the inputs from those of the results. A result without gradient costs nothing.
 
-    With a stand-in the gradient of the queries is not rounded to their dtype. `into` has tensors of the accumulation
-    dtype that those of queries and keys are added to, on one process.
+    With a stand-in the gradient of the queries is not rounded to their dtype. On one process there may be tensors of
+    the accumulation dtype that those of queries and keys are added to, instead of being returned.
     """
     spec = _resolved(spec, x)
     alpha = alpha_of(x.scale, spec, accumulation_dtype(x.query.dtype))
@@ -108,7 +109,6 @@ def backward(
     full = x.stand_in is not None
     # dq accumulates in full precision over several blocks, both sides of a tile, or class sums. Otherwise each row is
     # written once.
-    query_sum, key_sum = (None, None) if into is None else into[:2]
     shared = query_sum is not None or key_sum is not None
     once = alone and not symmetric and not spec.sums and not spec.prefixes and query_sum is None
     dtype = x.query.dtype if once and not full else alpha.dtype
@@ -124,19 +124,18 @@ def backward(
         level = guide_level
     tiles = registry.choose(x, spec)
     row = _side_grad(results.row, grads.row, spec, level)
-    # A visitor's rows are this rank's columns if the scores are symmetric.
+    # With symmetric scores a visitor's rows are this rank's columns.
     col = row if symmetric else _side_grad(results.col, grads.col, spec, None)
     col_sums_grad = grads.row.sums if symmetric else grads.col.sums
     factors = factors_of(x, spec)
     own = Own(level, factor=factors.query)
     dnorm = factors.query.new_zeros(factors.query.shape) if dq is not None and factors.query is not None else None
-    mine = key_block(x, spec, alpha)._replace(factor=factors.key)
-    if col is not None:
-        mine = mine._replace(level=_level_by_key(level, x, spec), lse=col.lse, grad=col.grad)
+    column = {} if col is None else {"level": _level_by_key(level, x, spec), "lse": col.lse, "grad": col.grad}
+    mine = key_block(x, spec, alpha, factor=factors.key, **column)
     row_taught, col_taught = teacher_grad(results.row, grads.row), teacher_grad(results.col, grads.col)
     if col_taught is not None:
         mine = mine._replace(teacher_lse=col_taught.lse, teacher_grad=col_taught.grad)
-    if grads.row.sums is not None or col_sums_grad is not None:
+    if spec.sums and (grads.row.sums is not None or col_sums_grad is not None):
         mine = mine._replace(classes=x.key_classes, sums_grad=col_sums_grad)
     trip: RingPass[KeyBlock, KeyGrad] = RingPass(ring, mine)
     cuts = cuts_of(ring, x, spec)
@@ -152,7 +151,7 @@ def backward(
         if results.teacher_pos is not None:
             theirs = None if visitor.teacher_grad is None else SideGrad(visitor.teacher_lse, visitor.teacher_grad, None)
             if row_taught is not None or theirs is not None:
-                given = given._replace(teacher=Taughts(row_taught, theirs, results.teacher_pos))
+                given = given._replace(teacher=TeacherGrads(row_taught, theirs, results.teacher_pos))
         dk = key_sum
         if dk is None and wanted.key and not symmetric:
             dk = block.zeros(x.query, alpha.dtype)
@@ -168,18 +167,20 @@ def backward(
         if dscale is not None and dalpha is not None and dalpha is not dscale:
             dscale += dalpha / 2
     if dscale is not None:
-        for result, grad in ((results.row.sums, grads.row.sums), (results.col.sums, grads.col.sums)):
+        sides = ((results.row.sums, grads.row.sums), (results.col.sums, grads.col.sums)) if spec.sums else ()
+        for result, grad in sides:
             if result is not None and grad is not None:
                 dscale += (grad * result).sum() / alpha
         dscale = (dscale / number(spec.unit, dscale)).to(x.scale.dtype)
     of_keys = trip.home or KeyGrad(None)
     if of_keys.dbias is not None:
         of_keys = of_keys._replace(dbias=of_keys.dbias / number(spec.unit, of_keys.dbias))
-    add_norm_grads_(dq, x.query, spec.prefixes, factors.query, dnorm)
-    add_norm_grads_(of_keys.dk, x.keys, spec.prefixes, factors.key, of_keys.dnorm)
+    if spec.normalize:
+        add_norm_grads_(dq, x.query, spec.prefixes, factors.query, dnorm)
+        add_norm_grads_(of_keys.dk, x.keys, spec.prefixes, factors.key, of_keys.dnorm)
     return InputGrads(
-        query=dq if dq is None or full else dq.to(x.query.dtype),
-        key=None if of_keys.dk is None else of_keys.dk.to(x.query.dtype),
+        query=None if dq is None or query_sum is not None else dq if full else dq.to(x.query.dtype),
+        key=None if of_keys.dk is None or key_sum is not None else of_keys.dk.to(x.query.dtype),
         scale=dscale,
         bias=None if dbias is None or x.bias is None else dbias.to(x.bias.dtype),
         key_bias=None if of_keys.dbias is None or x.key_bias is None else of_keys.dbias.to(x.key_bias.dtype),
@@ -193,14 +194,14 @@ def _level_by_key(level: Tensor | None, x: Inputs, spec: Spec) -> Tensor | None:
     return level if x.key is None else by_key(level, x, spec, otherwise=torch.inf)
 
 
-def _taught(x: Inputs, spec: Spec, own: Own, mine: KeyBlock) -> tuple[Taught | None, Taught | None]:
+def _taught(x: Inputs, spec: Spec, own: Own, mine: KeyBlock) -> tuple[TeacherSide | None, TeacherSide | None]:
     """What the statistics of rows and columns need at the end."""
     if own.centre is None or own.teacher_pos is None:
         return None, None
-    row = Taught(own.centre, own.teacher_pos)
+    row = TeacherSide(own.centre, own.teacher_pos)
     if mine.centre is None:
         return row, None
-    return row, Taught(mine.centre, by_key(own.teacher_pos, x, spec, otherwise=-torch.inf))
+    return row, TeacherSide(mine.centre, by_key(own.teacher_pos, x, spec, otherwise=-torch.inf))
 
 
 def _resolved(spec: Spec, x: Inputs) -> Spec:

@@ -8,9 +8,9 @@ matrix products run at full speed. The plan depends on its arguments only, so fo
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import ceil, isqrt
 from pathlib import Path
 from typing import NamedTuple
@@ -19,11 +19,14 @@ KiB, MiB = 1 << 10, 1 << 20
 WORKSPACE_LIMIT = 40 * MiB
 """Upper limit on the scratch memory of an automatic plan, for any N, M and D."""
 
+LISTED = 16
+"""Plans of about this many tiles keep the list of them, which a small step would spend its time on."""
+
 _TILES = 3
-"""Tiles alive at once: scores, gradient and scratch; or product, factors and scratch beside those of prefixes."""
+"""Tiles alive at once: scores, gradient and scratch; with prefixes product, factors and scratch, plus theirs."""
 
 _BESIDE = 2
-"""Further tiles beside those of a teacher or a guide: its products and scratch."""
+"""Further tiles with a teacher or a guide: its products and scratch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,19 +42,15 @@ class Tile(NamedTuple):
 
     rows: slice
     cols: slice
+    shape: tuple[int, int]
     offset: int
     """Number of scores in the tiles before it: where it starts if tiles are stored one after the other."""
 
+    end: int
+    """Number of scores up to its last one."""
+
     mirrored: bool
     """Off-diagonal tile of symmetric scores: it also counts as its own transpose."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.rows.stop - self.rows.start, self.cols.stop - self.cols.start
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.shape[0] * self.shape[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +76,10 @@ class TilePlan:
     """Height of tiles on the diagonal of symmetric scores: half of each diagonal tile is wasted, so they are small."""
 
     prefixes: int = 0
-    """Tiles of how many prefixes of the features are alive besides."""
+    """Additional tiles alive at once, one for each prefix of the features."""
 
     beside: int = 0
-    """Features of another model whose products are computed beside; 0: there is none."""
+    """Features of a teacher or a guide, whose products are computed too; 0: there is none."""
 
     def __post_init__(self) -> None:
         assert not self.symmetric or (self.n == self.m and self.rows == self.cols), "symmetric tiles are square"
@@ -89,14 +88,23 @@ class TilePlan:
         """The same tiles from the point of view of the rank that holds the keys."""
         return replace(self, n=self.m, m=self.n, rows=self.cols, cols=self.rows, flipped=not self.flipped)
 
-    def blocks(self) -> Iterator[tuple[slice, list[Tile]]]:
+    def blocks(self) -> Iterable[tuple[slice, list[Tile]]]:
         """Row blocks in order of computation, each with its tiles from left to right."""
+        return self._listed if self.n * self.m <= LISTED * self.rows * self.cols else self._blocks()
+
+    @cached_property
+    def _listed(self) -> list[tuple[slice, list[Tile]]]:
+        return list(self._blocks())
+
+    def _blocks(self) -> Iterator[tuple[slice, list[Tile]]]:
         offset = 0
         for rows, spans in self._spans():
             tiles = []
             for cols in spans:
-                tiles.append(Tile(rows, cols, offset, self.symmetric and cols.start > rows.start))
-                offset = tiles[-1].end
+                shape = rows.stop - rows.start, cols.stop - cols.start
+                end = offset + shape[0] * shape[1]
+                tiles.append(Tile(rows, cols, shape, offset, end, self.symmetric and cols.start > rows.start))
+                offset = end
             yield rows, tiles
 
     def _spans(self) -> Iterator[tuple[slice, list[slice]]]:

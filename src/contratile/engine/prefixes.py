@@ -5,12 +5,12 @@ A tile's product is built up over blocks of features. After each block it is the
     P_m = P_{m-1} + Q_b K_b^T           b: the features between two dimensions
     S_m = P_m r_m c_m                   r, c: reciprocal norms of the truncated rows, if they are normalised
 
-The gradient of a block comes from the weights of all prefixes that contain it, added up from the last one down, so the
-products are those of one score matrix. Norms need sums over rows and columns only:
+The gradient of a block sums the weights of all prefixes that contain it, added up from the last prefix to the first. So
+the products are those of one score matrix. Norms only need sums over rows and columns:
 
     W_m = G_m r_m c_m + W_{m+1},    dQ_b += W_m K_b,    dQ_b -= Q_b sum over m >= b of r_m^2 rowsum(G_m S_m)
 
-A call without prefixes is the case of one, with all features and no norms.
+A call without Matryoshka has one prefix: all features, no norms.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from contratile.engine.plan import Tile
 from contratile.engine.stats import accumulation_dtype, part
 
 SMALLEST_NORM = 1e-12
-"""Rows are divided by no less, as in `torch.nn.functional.normalize`."""
+"""Smallest norm that rows are divided by, as in `torch.nn.functional.normalize`."""
 
 STEP = 1024
-"""Rows worked on at once where features are converted."""
+"""Rows per chunk where features are converted."""
 
 
 class Prefixes(NamedTuple):
@@ -41,26 +41,30 @@ class Prefixes(NamedTuple):
 
     @classmethod
     def of(cls, dims: tuple[int, ...], row: Tensor | None, col: Tensor | None) -> Prefixes:
-        """From dimensions in ascending order, and factors [N, prefixes] and [M, prefixes]."""
+        """Build from dimensions in ascending order and factors [N, prefixes] and [M, prefixes]."""
         if not dims:
-            return cls()
+            return WHOLE
         row, col = (None if x is None else x.t().contiguous() for x in (row, col))
         return cls(blocks_of(dims), row, col)
 
     @property
     def asked(self) -> bool:
-        """Whether there are prefixes, so that scores and products are different tiles."""
+        """Whether there is more than the whole product: scores and products are then different tiles."""
         return self.blocks != (None,)
 
     def factor(self, at: int, tile: Tile, out: Tensor) -> Tensor | None:
-        """What products of a prefix are multiplied with [R, C]; None: nothing."""
+        """The factors [R, C] of a prefix's products; None: no factors."""
         if self.row is None or self.col is None:
             return None
         return torch.mul(part(self.row[at], tile.rows).unsqueeze(1), part(self.col[at], tile.cols), out=out)
 
 
+WHOLE = Prefixes()
+"""All features."""
+
+
 def blocks_of(dims: tuple[int, ...]) -> tuple[slice, ...]:
-    """The features between one dimension and the next."""
+    """The slices of features between consecutive dimensions."""
     return tuple(slice(low, high) for low, high in zip((0, *dims[:-1]), dims, strict=True))
 
 
@@ -88,12 +92,12 @@ def add_norm_grads_(
 ) -> None:
     """Add the gradients of the norms to those of the features.
 
-    `sums` [N, prefixes] are the sums of score times gradient of each row.
+    `sums` [N, prefixes]: for each row the sum of score times gradient.
     """
     if dx is None or factor is None or sums is None:
         return
     share = torch.where(factor < 0.999 / SMALLEST_NORM, factor.square() * sums, 0)
-    share = share.flip(1).cumsum(1).flip(1)  # of all prefixes that contain a block
+    share = share.flip(1).cumsum(1).flip(1)  # sum over all prefixes that contain a block
     for rows in _slices(x):
         for at, block in enumerate(blocks_of(dims)):
             dx[rows, block].addcmul_(x[rows, block].to(dx.dtype), share[rows, at].unsqueeze(1), value=-1)

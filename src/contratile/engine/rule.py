@@ -55,8 +55,8 @@ class PairRule:
             scores.diagonal(rows.start - cols.start).fill_(-torch.inf)
 
     def within(self, by_RC: Tensor, limit: Tensor, dim: int, tile: Tile, *, out: Tensor) -> Tensor:
-        """1 where a guide's product is at most the limit of its row (`dim=1`) or column (`dim=0`), or the pair is
-        positive; 0 elsewhere."""
+        """1 where the pair counts: the guide's product is at most the limit of its row (`dim=1`) or column (`dim=0`),
+        or the pair is positive. 0 elsewhere."""
         torch.le(by_RC, limit.unsqueeze(dim), out=out)
         for at in self.places(out, tile):
             at.put_(torch.ones_like(at.get()))

@@ -22,20 +22,20 @@ GUIDE_MARGINS: tuple[str, ...] = get_args(GuideMargin)
 
 
 class Inputs(NamedTuple):
-    """The tensors of a call. Gradients exist for query, key, scale, bias, key_bias and stand_in."""
+    """The tensors of a call. The first ones, as many as `DIFFERENTIABLE`, may have gradients."""
 
     query: Tensor  # [N, D]
     key: Tensor | None  # [M, D]; None: the keys are the queries
     scale: Tensor  # 0-d
     bias: Tensor | None = None  # 0-d
     key_bias: Tensor | None = None  # [M] added to all scores of a key; log-sum-exps of two sets only
+    stand_in: Tensor | None = None  # [N, D] receives the queries' gradient in full precision, instead of the queries
     labels: Tensor | None = None  # [N] index of each query's positive key
     query_ids: Tensor | None = None  # [N]
     key_ids: Tensor | None = None  # [M] for pairs of equal id, see `Spec.same_id`
     query_classes: Tensor | None = None  # [N]
     key_classes: Tensor | None = None  # [M] for `Spec.sums` over pairs of equal class
     query_level: Tensor | None = None  # [N] the positives' products, if the positives are not among these keys
-    stand_in: Tensor | None = None  # [N, D] receives the queries' gradient in full precision, instead of the queries
     teacher_query: Tensor | None = None  # [N, T] features of another model; `SideStats.cross` goes by its softmax
     teacher_key: Tensor | None = None  # [M, T]
     teacher_scale: Tensor | None = None  # 0-d
@@ -50,6 +50,10 @@ class Inputs(NamedTuple):
     @property
     def guide_keys(self) -> Tensor | None:
         return self.guide_query if self.guide_key is None else self.guide_key
+
+
+DIFFERENTIABLE = 6
+"""From the queries to their stand-in."""
 
 
 class Wanted(NamedTuple):
@@ -92,11 +96,11 @@ class Spec(NamedTuple):
     """The positive of query i is key i: the labels are 0, 1, 2, ..."""
 
     same_id: SameId = "exclude"
-    """What pairs of equal id are, apart from a query's labelled positive: not there, or positive too. Ranks never count
-    them. Their sign is turned under a softplus; log-sum-exps contain them, and `sums="same"` gives their scores."""
+    """How pairs of equal id count, apart from a query's labelled positive: excluded, or positive too. Ranks never count
+    them. If positive, softplus flips their sign, log-sum-exps contain them, and `sums="same"` sums their scores."""
 
     sums: Literal["", "all", "equal", "differ", "same"] = ""
-    """Also sum scores over all pairs, those of equal class, of different id, or of equal id without the labelled."""
+    """Also sum scores: of all pairs, of equal class, of different id, or of equal id without the labelled positive."""
 
     col_sums: bool = True
     """Whether columns are summed too."""
@@ -106,35 +110,31 @@ class Spec(NamedTuple):
 
     cache_bytes: int = 0
     ring: RingKind = "auto"
-    """How blocks travel between ranks: flat, over nodes, or chosen by where the ranks run."""
+    """How blocks travel between ranks: a flat ring, a ring over nodes, or chosen by where the ranks run."""
 
     backend: str = "auto"
     precision: str | None = None
     """None follows `torch.get_float32_matmul_precision()`. The passes read it: a compiler cannot trace that call."""
 
-    dims: tuple[int, ...] | None = None
+    prefixes: tuple[int, ...] = ()
     """Ask for the scores of the first 64, 128, ... features, ascending: statistics get an axis for them."""
 
     normalize: bool = False
-    """With `dims`: divide each truncated row by its norm."""
+    """With `prefixes`: divide each truncated row by its norm."""
     guide_margin: float = 0.0
-    """With a guide, per side: drop pairs whose product of the guide exceeds the positive's minus the margin."""
+    """With a guide, per side: drop pairs whose guide similarity exceeds the positive's minus this margin."""
 
     guide_relative: bool = False
-    """The margin is a share of the positive's (absolute) product."""
+    """The margin is relative: multiplied by the positive's absolute guide similarity."""
 
     hardness: float = 0.0
-    """Rows read `hardness` times the product on top of the score of every pair but their labelled positive. It has no
-    gradient, nor has a column, a sum or a rank any of it. Log-sum-exps of two sets without a margin only."""
+    """Rows add `hardness` times the product to the score of every pair except their labelled positive, without a
+    gradient. Columns, sums and ranks do not. Only for log-sum-exps of two sets without a margin."""
 
     @property
     def unit(self) -> float:
         """Nats per unit of the scores: log-sum-exps are computed in base 2."""
         return 1.0 if self.reduce == "softplus" else 1 / LOG2E
-
-    @property
-    def prefixes(self) -> tuple[int, ...]:
-        return self.dims or ()
 
     @property
     def sums_rows(self) -> bool:
@@ -150,7 +150,7 @@ class Spec(NamedTuple):
 
     @property
     def compares(self) -> bool:
-        """Whether pairs are compared with the positives, which must then be known before the first tile.
+        """Whether pairs are compared with the positives, whose products must then be known before the first tile.
 
         Products are compared, before the scale: rounding after the multiplication would break ties and create others.
         """
@@ -158,7 +158,7 @@ class Spec(NamedTuple):
 
 
 def number(value: float | Tensor, like: Tensor) -> float | Tensor:
-    """A factor for a tensor. If that is one number on a CPU, torch is slower with a float than with a tensor."""
+    """A factor for a tensor. Multiplying a 0-d CPU tensor is faster by a tensor than by a float."""
     if isinstance(value, Tensor) or like.dim() or not like.is_cpu:
         return value
     return torch.scalar_tensor(value, dtype=like.dtype)
@@ -181,7 +181,7 @@ class SideStats(NamedTuple):
 class PairStats(NamedTuple):
     """The answer. Totals, sums and positives are logits in units of `unit` nats; `nats` converts them.
 
-    With `Spec.dims` every [N] is [N, prefixes].
+    With `Spec.prefixes` every [N] is [N, prefixes].
 
     Losses convert once, after summing: exp2 is faster than exp, and converting every element first would round N times.
     """
@@ -200,11 +200,11 @@ class PairStats(NamedTuple):
         return logits * number(self.unit * times / over, logits)
 
     def logits(self, products: Tensor, scale: Tensor) -> Tensor:
-        """The scores of some products, in the same unit."""
+        """Products as scores, in the unit of these statistics."""
         return products * (scale / self.unit)
 
     def of_nats(self, nats: Tensor) -> Tensor:
-        """Nats in the same unit."""
+        """Nats, converted to the unit of these statistics."""
         return nats if self.unit == 1 else nats / self.unit
 
     def logaddexp(self, a: Tensor, b: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ class PairStats(NamedTuple):
         return (logits * self.unit).logsumexp(dim) / self.unit
 
     def tensors(self) -> tuple[Any, ...]:
-        """All fields but the unit in one tuple, as autograd and `torch.library` want them."""
+        """All fields except the unit in one flat tuple, as autograd and `torch.library` need them."""
         return *self.row, *self.col, self.pos, self.level, self.teacher_pos, self.guide_level, self.cache
 
     @classmethod

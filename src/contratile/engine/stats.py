@@ -117,7 +117,7 @@ class SideParts(NamedTuple):
 
     @classmethod
     def stacked(cls, parts: Sequence[SideParts]) -> SideParts:
-        """Those of several prefixes as one, with a last axis for them."""
+        """Stack the statistics of several prefixes along a last axis."""
         if not all(part.level is not None and part.level.dim() == 0 for part in parts):
             parts = [part.spread() for part in parts]
         stacked = [
@@ -126,7 +126,7 @@ class SideParts(NamedTuple):
         return cls(*stacked)
 
     def merge_(self, other: SideParts) -> None:
-        """Add what another block gave."""
+        """Add the statistics of another block."""
         mine, theirs = self, other
         for name, of in _LEVELS.items():
             level, total, more = getattr(self, name), getattr(self, of), getattr(other, of)
@@ -138,7 +138,7 @@ class SideParts(NamedTuple):
             if x is not None and y is not None:
                 x.add_(y)
 
-    def finish(self, term: Tensor | None, taught: Taught | None = None) -> SideStats:
+    def finish(self, term: Tensor | None, taught: TeacherSide | None = None) -> SideStats:
         """The statistics after the last block. `term` is a summed logit of each entry: see `Stats.finish`."""
         total, slack = self.total, None
         if self.level is not None and self.total is not None:
@@ -156,12 +156,12 @@ _LEVELS = {"level": "total", "teacher_level": "teacher", "cross_level": "cross"}
 """Fields of `SideParts` with levels, which are merged like log-sum-exps."""
 
 
-class Taught(NamedTuple):
-    """What each row, or column, needs for its statistics of a teacher."""
+class TeacherSide(NamedTuple):
+    """What each row (or column) needs for the teacher's statistics."""
 
     centre: Tensor
-    """A number near the positive's score, subtracted from all scores: where teacher and student agree, the rest is
-    small."""
+    """A number near the positive's score, subtracted from all scores: where teacher and student agree, the difference
+    is small."""
 
     pos: Tensor
     """The teacher's score of the positive."""

@@ -1,10 +1,10 @@
-"""Gradients that several calls add to in one place.
+"""One gradient buffer for features that several calls use.
 
     query = summed(query)                                  # the same numbers
-    pair_stats(ring, Inputs(query, key, scale), spec)      # these calls add their gradients to one tensor,
-    pair_stats(ring, Inputs(query, None, scale), spec)     # which then becomes that of the original
+    pair_stats(ring, Inputs(query, key, scale), spec)      # both calls add to one buffer,
+    pair_stats(ring, Inputs(query, None, scale), spec)     # which becomes the gradient of the original features
 
-Autograd alone would let each call return a gradient of its own, and hold it beside the sum.
+With autograd alone each call would return a gradient of its own, which is held in memory beside the sum.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from contratile.errors import transform_under_way
 
 
 class GradSum:
-    """The gradients so far, of the backward pass under way."""
+    """The sum of the gradients so far, within one backward pass."""
 
     def __init__(self) -> None:
         self._task, self._total = -1, torch.empty(0)
 
     def total(self, like: Tensor) -> Tensor:
-        """Add to this."""
+        """The buffer to add to."""
         task = torch._C._current_graph_task_id()
         if task != self._task:  # an earlier pass may have stopped before the sum was asked for
             self._task, self._total = task, torch.zeros_like(like, memory_format=torch.contiguous_format)
         return self._total
 
     def take(self) -> Tensor | None:
-        """The sum, once; None if nothing was added in this pass."""
+        """Return the sum and forget it; None if nothing was added in this pass."""
         mine = self._task == torch._C._current_graph_task_id()
         total, self._task, self._total = self._total, -1, torch.empty(0)
         return total if mine else None
@@ -42,9 +42,9 @@ _SUMS: Any = WeakTensorKeyDictionary()
 
 
 def summed(x: Tensor) -> Tensor:
-    """The same features, whose gradients from several calls are added up in one place.
+    """A view of the features whose gradients from several calls are added up in one buffer.
 
-    As they are where that is not worth it (16 bit: see `autograd.stand_in`) or cannot be (compilers, transforms).
+    Returns the features themselves where this does not apply: 16 bit (see `autograd.stand_in`), compilers, transforms.
     """
     wanted = x.requires_grad and torch.is_grad_enabled() and x.dtype in (torch.float32, torch.float64)
     if not wanted or torch.compiler.is_compiling() or transform_under_way((x,)):
@@ -56,7 +56,7 @@ def summed(x: Tensor) -> Tensor:
 
 
 def sums_of(x: Tensor | None) -> GradSum | None:
-    """Where a call adds its gradient of these features; None: it returns it."""
+    """The buffer to which a call adds its gradient of these features. None: the call returns its gradient."""
     if x is None or not len(_SUMS) or torch.compiler.is_compiling():
         return None
     found: GradSum | None = _SUMS.get(x)
@@ -72,7 +72,7 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
-        """`grad`: from calls that returned theirs."""
+        """`grad`: the gradient from calls that did not use the buffer."""
         total = ctx.sums.take()
         if total is None or grad is None:
             return total if grad is None else grad, None

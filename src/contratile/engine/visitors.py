@@ -1,4 +1,4 @@
-"""What travels round the ring, and what the tiles of a visiting block are made from.
+"""The blocks of keys that travel round the ring, and the scores of this rank's queries with a visiting block.
 
 mine = key_block(x, spec, alpha)                                    # this rank's keys, as other ranks see them
 scores = scores_of(ring, source, plan, x, visitor, spec, alpha, own)     # this rank's queries with a visitor's keys
@@ -33,7 +33,7 @@ class KeyBlock(NamedTuple):
     lse: Tensor | None = None
     grad: Tensor | None = None
     sums_grad: Tensor | None = None
-    """Backward only: the keys' log-sum-exps, and the gradients of these and of their class sums."""
+    """Backward only: the keys' log-sum-exps, and the gradients of log-sum-exps and class sums."""
 
     factor: Tensor | None = None
     """[M, prefixes] reciprocal norms, see `Spec.normalize`."""
@@ -41,7 +41,7 @@ class KeyBlock(NamedTuple):
     centre: Tensor | None = None
     teacher_lse: Tensor | None = None
     teacher_grad: Tensor | None = None
-    """The teacher's features; forward only, `stats.Taught.centre`; backward only, as `lse` and `grad`."""
+    """The teacher's features; forward only: `stats.TeacherSide.centre`; backward only: as `lse` and `grad`."""
 
     guide: Tensor | None = None
     guide_level: Tensor | None = None
@@ -61,7 +61,7 @@ class KeyGrad(NamedTuple):
 
 
 class Own(NamedTuple):
-    """Numbers of this rank's queries that tiles compare theirs with."""
+    """Numbers of this rank's queries that a tile compares its products with, or multiplies them by."""
 
     level: Tensor | None = None
     """The positives' products."""
@@ -73,10 +73,10 @@ class Own(NamedTuple):
     """[N, prefixes] reciprocal norms."""
 
 
-def key_block(x: Inputs, spec: Spec, alpha: Tensor) -> KeyBlock:
-    """What of this rank's keys travels in both passes."""
-    bias = _key_bias(x, spec, alpha)
-    return KeyBlock(x.keys, x.key_ids, bias=bias, teacher=x.teacher_key, guide=x.guide_keys)
+def key_block(x: Inputs, spec: Spec, alpha: Tensor, **of_pass: Tensor | None) -> KeyBlock:
+    """What of this rank's keys travels in both passes, and fields that one of them adds."""
+    bias = None if x.key_bias is None else x.key_bias.to(alpha.dtype) / spec.unit
+    return KeyBlock(x.keys, x.key_ids, bias=bias, teacher=x.teacher_key, guide=x.guide_keys, **of_pass)
 
 
 class Factors(NamedTuple):
@@ -86,18 +86,17 @@ class Factors(NamedTuple):
     key: Tensor | None = None
 
 
+PLAIN = Factors()
+
+
 def factors_of(x: Inputs, spec: Spec) -> Factors:
     if not spec.normalize:
-        return Factors()
+        return PLAIN
     return Factors(reciprocal_norms(x.query, spec.prefixes), reciprocal_norms(x.keys, spec.prefixes))
 
 
-def _key_bias(x: Inputs, spec: Spec, alpha: Tensor) -> Tensor | None:
-    return None if x.key_bias is None else x.key_bias.to(alpha.dtype) / spec.unit
-
-
 def _hardness(alpha: Tensor, spec: Spec) -> Tensor | None:
-    """NaN for a negative scale, which losses refuse where they can read it: a row would not know its hard negatives."""
+    """The factor of negatives with hardness: NaN for a negative scale, which losses refuse where they can read it."""
     if not spec.hardness:
         return None
     return torch.where(alpha > 0, alpha + spec.hardness / spec.unit, torch.nan)
@@ -157,7 +156,7 @@ def _guide(x: Inputs, visitor: KeyBlock, alpha: Tensor, own: Own) -> Beside | No
 
 
 def by_key(of_query: Tensor, x: Inputs, spec: Spec, *, otherwise: float) -> Tensor:
-    """For each key the highest value of a query whose positive it is."""
+    """For each key: the highest value among the queries whose positive it is."""
     assert x.labels is not None
     if spec.paired and x.keys.shape[0] == of_query.shape[0]:
         return of_query
@@ -167,7 +166,7 @@ def by_key(of_query: Tensor, x: Inputs, spec: Spec, *, otherwise: float) -> Tens
 
 
 def alpha_of(scale: Tensor, spec: Spec, dtype: torch.dtype) -> Tensor:
-    """The factor of the scores in the unit of the results.
+    """The factor from products to scores in the unit of the results.
 
     A scale of 0 is replaced by one too small to change any result, so that dscale stays computable.
     """

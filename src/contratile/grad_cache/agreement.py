@@ -1,4 +1,4 @@
-"""Whether an encoder gives the same features without padding: it does if it uses its mask.
+"""Checks whether an encoder gives the same features without padding, as it does if it uses its mask.
 
     difference = disagreement(side, pool)       # "" if the features agree within rounding, None without padding
 
@@ -20,11 +20,11 @@ from contratile.grad_cache.replay import RandomState, copy_buffers, devices_of, 
 from contratile.grad_cache.wrappers import without_buffer_broadcast
 
 ROWS = 8
-"""Rows that are compared."""
+"""How many rows are compared."""
 
 _CLOSE = {torch.float64: 1e-8, torch.float32: 1e-4}
-"""Largest difference of features that agree, relative to the largest feature. Rounding of an encoder with some dozen
-layers; padding that is not masked changes features by far more. 16-bit numbers: `_CLOSE_HALF`."""
+"""Largest allowed difference, relative to the largest feature: the rounding of an encoder with a dozen layers. Padding
+that is not masked changes features by far more. For 16-bit numbers: `_CLOSE_HALF`."""
 _CLOSE_HALF = 5e-2
 _CLOSE_TF32 = 2e-3
 
@@ -32,8 +32,8 @@ _CLOSE_TF32 = 2e-3
 def disagreement(side: EncoderSide, pool: Pool, *, always: bool = False) -> str | None:
     """What differs between features of rows with and without padding; "" if nothing does.
 
-    None if no row has padding, or none of them has finite features, so that nothing can be compared. `always`: encode
-    some rows nevertheless, because ranks that have padding wait for this one.
+    None if nothing can be compared: no row has padding, or none has finite features. `always`: encode some rows even
+    then, because ranks that have padding wait for this one.
     """
     rows = torch.argsort(pool.lengths, stable=True)[:ROWS]
     padded = rows[pool.lengths[rows] < pool.width]

@@ -61,7 +61,7 @@ def slice_rows(nest: Nest, start: int, stop: int) -> Nest:
 
 
 def repeat_rows(nest: Nest, count: int) -> Nest:
-    """The first `count` rows as views; if there are fewer, a copy that starts again from the first."""
+    """The first `count` rows as views; if there are fewer, a copy in which they repeat."""
     if count <= count_rows(nest, "rows"):
         return slice_rows(nest, 0, count)
     return map_tensors(lambda x: x[torch.arange(count, device=x.device) % len(x)] if x.dim() else x, nest)
@@ -117,14 +117,14 @@ def call(encoder: Encoder, chunk: Nest) -> Any:
 
 
 class RowBuffer:
-    """Collects rows that arrive in chunks in one tensor, without a second copy if the total is known beforehand."""
+    """Collects rows that arrive in chunks into one tensor, without a second copy if the total is known beforehand."""
 
     def __init__(self, total: int | None) -> None:
         self.total, self.count = total, 0
         self.room = torch.empty(0)
 
     def place(self, rows: slice | Tensor, chunk: Tensor) -> None:
-        """Put rows where they belong."""
+        """Write rows to their places."""
         stop = rows.stop if isinstance(rows, slice) else int(rows.max()) + 1
         if self.room.dim() != chunk.dim() or stop > len(self.room):
             room = chunk.new_empty((max(stop, self.total or 2 * stop), *chunk.shape[1:]))

@@ -1,4 +1,4 @@
-"""Result of the first phase: features for the loss, and what is needed to encode every chunk again."""
+"""The result of the first phase: features for the loss, and what it takes to encode every chunk again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from contratile.grad_cache.chunks import Encoder, Nest, RowBuffer, call, map_ten
 from contratile.grad_cache.offload import ChunkStore, Slot
 from contratile.grad_cache.replay import Autocast, Buffer, RandomState
 
-Rows = slice | Tensor
+RowIndex = slice | Tensor
 """Which rows of a side a chunk has."""
 OutputGrads = list["Tensor | None"]
 """Gradients of the tensors of an encoder's output; None for those that the loss did not use."""
@@ -38,7 +38,7 @@ class EncoderSide:
     """Number of rows, if known beforehand."""
 
     columns: tuple[int, ...] = ()
-    """Rows of each input, if the side serves several inputs together; their features are returned one by one."""
+    """Rows of each input, if the side serves several inputs; their features are returned input by input."""
 
     trainable: bool | None = None
     """Whether the features require gradients; known after the first chunk."""
@@ -48,7 +48,7 @@ class EncoderSide:
     """The encoder's output with empty tensors: its structure."""
 
     outputs: list[RowBuffer] = field(default_factory=list)
-    offloaded: list[tuple[Rows, Slot]] = field(default_factory=list)
+    offloaded: list[tuple[RowIndex, Slot]] = field(default_factory=list)
 
     @property
     def device(self) -> torch.device:
@@ -59,7 +59,7 @@ class EncoderSide:
         output = call(self.encoder, chunk)
         return output if self.select is None else self.select(output)
 
-    def add(self, output: Nest, rows: Rows, store: ChunkStore | None) -> None:
+    def add(self, output: Nest, rows: RowIndex, store: ChunkStore | None) -> None:
         """Add the features of some rows, offloaded if there is a store."""
         tensors = [x.detach() for x in tensors_of(output)]
         if self.form is None:
@@ -70,7 +70,7 @@ class EncoderSide:
             self.offloaded.append((rows, store.put(tensors)))
         self.rows += len(tensors[0])
 
-    def _place(self, rows: Rows, tensors: list[Tensor]) -> None:
+    def _place(self, rows: RowIndex, tensors: list[Tensor]) -> None:
         if not self.outputs:
             self.outputs = [RowBuffer(self.total) for _ in tensors]
         for gathered, x in zip(self.outputs, tensors, strict=True):
@@ -93,7 +93,7 @@ class ChunkRecord:
     """A chunk that will be encoded again, unless its graph is kept."""
 
     side: EncoderSide
-    rows: Rows
+    rows: RowIndex
     count: int
     chunk: Slot
     state: RandomState
@@ -129,7 +129,7 @@ class Encoded:
 
     @property
     def leaves(self) -> list[list[Tensor]]:
-        """The tensors of `features`, a list per side; those of its first column first."""
+        """The tensors of `features`, a list per side, the first column's first."""
         if not self._open:
             remedy = "Encode again: the chunks of a batch are kept for one backward pass."
             bad_value("encoded", expected="features that are still there", got="used ones", remedy=remedy)
@@ -219,5 +219,5 @@ def _joined(grads: OutputGrads, columns: tuple[int, ...]) -> OutputGrads:
     return found
 
 
-def _taken(x: Tensor, rows: Rows) -> Tensor:
+def _taken(x: Tensor, rows: RowIndex) -> Tensor:
     return x[rows] if isinstance(rows, slice) else x.index_select(0, rows.to(x.device))

@@ -19,7 +19,7 @@ from torch import nn
 from contratile.errors import bad_type, bad_value, check_choice, check_count
 from contratile.grad_cache.auto import Trial, largest_chunk
 from contratile.grad_cache.chunks import Encoder, Nest, blocks, count_rows, is_whole, joint_blocks
-from contratile.grad_cache.encoded import EncoderSide, Rows
+from contratile.grad_cache.encoded import EncoderSide, RowIndex
 from contratile.grad_cache.lengths import ByLength, Pool, SplitPool, token_columns
 from contratile.grad_cache.plan import Padding, Piece, by_length, by_rows, in_pieces
 from contratile.grad_cache.rows import SplitFn
@@ -44,7 +44,7 @@ class Item(NamedTuple):
         return self.pool.chunk(self.piece)
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> RowIndex:
         """Its rows among all rows of the side."""
         span = self.piece.span
         if span is None:
@@ -59,7 +59,7 @@ class Agenda:
     sides: list[EncoderSide]
     items: Iterator[Item]
     known: list[Item] | None
-    """All items, if the inputs are there as a whole."""
+    """All items, if the inputs are given as a whole (not as iterators)."""
 
     padding: Padding
     """Tokens of the items so far."""
@@ -134,7 +134,7 @@ class Feed:
             sides.append(EncoderSide(index, encoder, self.select, owner, wrappers_of(owner), total))
         return sides
 
-    # --- batches that are there as a whole ----------------------------------------------------------------------------
+    # --- batches given as a whole -------------------------------------------------------------------------------------
 
     def _pools(self, sides: list[EncoderSide], inputs: tuple[Nest, ...]) -> tuple[list[EncoderSide], list[Pool]]:
         """A pool for each side, or one for all inputs if one encoder serves them and their rows can be joined."""
@@ -168,7 +168,7 @@ class Feed:
     # --- iterators ----------------------------------------------------------------------------------------------------
 
     def _read(self, agenda: Agenda, inputs: tuple[Nest, ...]) -> Iterator[Item]:
-        """Items of iterators: those of a window of blocks at a time, if rows have lengths."""
+        """Items of iterators; if rows have lengths, a window of blocks at a time."""
         read = [0] * len(agenda.sides)
         waiting: dict[int, list[Nest]] = {}
         for side, block in self._blocks(agenda.sides, inputs):
@@ -206,7 +206,7 @@ class Feed:
     def _cut(
         self, agenda: Agenda, side: EncoderSide, pool: Pool, offset: int = 0, *, blocks: bool = False
     ) -> list[Item]:
-        """The chunks of a pool; `blocks`: of blocks of an iterator."""
+        """The chunks of a pool. `blocks`: the pool holds blocks of an iterator."""
         if isinstance(pool, SplitPool) and len(pool.lengths) and (self.sorting.rule or self.chunk_tokens):
             plan = by_length(pool.lengths, size=self._size(side, pool), tokens=self.chunk_tokens)
         elif pool.rule is None:

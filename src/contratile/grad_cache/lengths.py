@@ -4,8 +4,8 @@
     pool.lengths                                    # tokens of each row
     pool.take(torch.tensor([3, 8]), length=12)      # these rows, 12 columns wide
 
-A pool may hold several batches (the columns that one encoder serves, or chunks of an iterator). Its rows are numbered
-through, and a chunk may have rows of several of them.
+A pool may hold several batches: the columns that one encoder serves, or chunks of an iterator. Its rows have
+consecutive numbers, and a chunk may mix rows of several batches.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from contratile.grad_cache.rows import Rows
 
 POWERS = tuple(2**n for n in range(3, 20))
 OVERHEAD_CPU, OVERHEAD_ACCELERATOR = 64, 1024
-"""Tokens that take as long as the fixed costs of a chunk. Measured on one thread of a CPU: 26 for a transformer of 6
-layers and width 384, 60 for 4 layers of width 128; more threads shorten the tokens only. On an accelerator: an estimate
-for launching the kernels of a small transformer."""
+"""Fixed cost of a chunk, in tokens. Measured on one CPU thread: 26 for a transformer of 6 layers and width 384, 60 for
+4 layers of width 128; more threads speed up only the tokens. On an accelerator: an estimate for launching the kernels
+of a small transformer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,8 @@ class ByLength:
     """
 
     mask: str = "attention_mask"
-    """Name of the mask [rows, columns], which is 0 where there is padding; or of a tensor with the length of each row,
-    whose padding is on the right."""
+    """Name of the mask [rows, columns], 0 at padding; or of a tensor with the length of each row, if padding is on the
+    right."""
 
     cut: tuple[str, ...] = ()
     """Names of the tensors [rows, columns, ...] that are cut to the length of a chunk. Empty: the mask, all
@@ -52,18 +52,17 @@ class ByLength:
     `torch.compile`, any otherwise."""
 
     overhead: int | Literal["auto"] | None = "auto"
-    """Tokens that take as long as what every chunk costs whatever its size (calls, kernel launches). A chunk has fewer
-    rows than it may have where that saves more padding than a further chunk costs, so that real tokens, padding and
-    overhead together are least. None: chunks are as large as they may be. "auto": 64 on a CPU, as measured; 1,024 on an
-    accelerator, which is an estimate; None if every size has its price, for encoders under `torch.compile`, FSDP and
-    ZeRO 3."""
+    """Fixed cost of a chunk (calls, kernel launches), in tokens. A chunk ends early where that saves more padding than
+    another chunk costs: tokens, padding and overhead together are minimal. None: chunks are as large as allowed.
+    "auto": 64 on a CPU (measured), 1,024 on an accelerator (estimated), None under `torch.compile`, FSDP and ZeRO 3,
+    where a new size of chunk has a cost of its own."""
 
     window: int = 16
     """Chunks that are read ahead from an iterator, to sort their rows together."""
 
     check: bool = True
-    """Compare the features of a few rows with and without padding in the first step, and neither sort nor cut, with a
-    warning, if they differ; nor with batch norm in training mode, whose statistics would be those of one length."""
+    """In the first step, compare the features of a few rows with and without padding. If they differ, warn and neither
+    sort nor cut. Batch norm in training mode also turns sorting off: its statistics would be those of one length."""
 
     def __post_init__(self) -> None:
         check_count("window", self.window, least=1)
@@ -143,14 +142,14 @@ class Pool:
         return max(self.widths)
 
     def padding(self, plan: Sequence[Piece]) -> Padding:
-        """What a plan saves."""
+        """Tokens before and after sorting."""
         if self.rule is None:
             return Padding()
         given = sum(count * width for count, width in zip(self.counts, self.widths, strict=True))
         return Padding(int(self.lengths.sum()), sum(piece.cost for piece in plan), given)
 
     def longest(self) -> Nest:
-        """All rows, the longest first, for trials; of several nests those of the widest."""
+        """All rows, the longest first, for trials. With several nests: the rows of the widest one."""
         if self.rule is None:
             return self.nests[0]
         widest = self.widths.index(self.width)
@@ -204,7 +203,7 @@ class Pool:
         return out
 
     def _filler(self, name: str) -> Any:
-        """What stands in padded places of a tensor: taken from padding, 0 where there is none and in masks."""
+        """The value at padded places of a tensor: copied from its padding, 0 if it has none and in masks."""
         assert self.rule is not None
         for nest in self.nests:
             mask = nest[self.rule.mask]
@@ -270,7 +269,7 @@ def _check_cut(nest: Nest, wanted: str, mask: Tensor, name: str) -> None:
 
 
 def _bounds(mask: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """First column that is not padding, and the column after the last, of each row; (0, 0) for rows without any."""
+    """For each row: the first column that is not padding, and the column after the last; (0, 0) for empty rows."""
     if mask.dim() == 1:
         ends = mask.long().cpu().clamp_max(width)
         if bool((ends < 0).any()):

@@ -47,7 +47,7 @@ class LossCall:
         return value
 
     def answer_with(self, value: Tensor) -> Any:
-        """What the loss returned, detached, with `value` in place of the loss."""
+        """The loss's own result, detached, with `value` in place of the loss."""
         if not isinstance(self.answer, tuple):
             return value
         return (value, *(map_tensors(Tensor.detach, x) for x in self.answer[1:]))

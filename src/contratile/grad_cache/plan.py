@@ -1,10 +1,10 @@
-"""Which rows go into which chunk: a plan of integers, made before anything is encoded.
+"""Plans which rows go into which chunk, in integers, before anything is encoded.
 
     plan = by_length(torch.tensor([5, 2, 9, 2]), size=2)
     [(piece.rows.tolist(), piece.length) for piece in plan]        # [([2, 0], 9), ([1, 3], 2)]
 
-Longest rows come first: what does not fit into memory fails at once, and the last chunks, whose graphs can be kept, are
-the smallest. Rows of equal length keep their order.
+The longest rows come first: a chunk that does not fit into memory fails at once, and the last chunks, whose graphs can
+be kept, are the smallest. Rows of equal length keep their order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Piece(NamedTuple):
     """Their numbers, int64 on the CPU."""
 
     length: int
-    """Columns that are kept of tensors with a column per token; 0: tensors are not cut."""
+    """Columns to keep of tensors with a column per token; 0: tensors are not cut."""
 
     @property
     def cost(self) -> int:
@@ -62,8 +62,8 @@ def by_length(
         size: Rows of a chunk, at most.
         tokens: Tokens of a chunk, padding included, at most. A row with more gets a chunk of its own.
         buckets: Lengths that chunks may have, ascending; none: any. Longer rows than the last keep their length.
-        overhead: Tokens that take as long as what every chunk costs whatever its size. The plan has the fewest tokens,
-            with so many for each chunk. None: every chunk but the last is as large as it may be.
+        overhead: Fixed cost of a chunk, in tokens. The plan minimises tokens plus overhead. None: every chunk except
+            the last is as large as allowed.
     """
     order = torch.argsort(lengths, descending=True, stable=True)
     widths = [_bucket(max(1, x), buckets) for x in lengths[order].tolist()]
@@ -78,15 +78,15 @@ def by_length(
 
 
 def _cheapest_ends(widths: Sequence[int], last: Sequence[int], overhead: int) -> list[int]:
-    """Where a chunk ends that starts at a row, so that this chunk and all after it cost least.
+    """For each row: where a chunk that starts there ends, so that it and all later chunks cost least.
 
-    A chunk costs its rows times its width, that of its first row, and the overhead. If it ends between rows of equal
-    width, moving its last rows to the next chunk costs nothing and saves padding, until the next chunk is full. So only
-    the rows where the width changes, and those from which a chunk is full, are starts worth trying.
+    A chunk costs its rows times its width (that of its first row) plus the overhead. If it ends between rows of equal
+    width, moving its last rows to the next chunk costs nothing and saves padding, until the next chunk is full. So the
+    only starts worth trying are rows where the width changes, and rows from which a chunk is full.
 
     Args:
         widths: Of each row, descending.
-        last: Where a chunk ends at the latest, for each row as its first.
+        last: For each row: the latest end of a chunk that starts there.
         overhead: Tokens for each chunk.
     """
     count = len(widths)
@@ -105,7 +105,7 @@ def _cheapest_ends(widths: Sequence[int], last: Sequence[int], overhead: int) ->
 
 
 def in_pieces(plan: Sequence[Piece], count: int) -> list[Piece]:
-    """The plan with at least `count` chunks: the most expensive ones are halved, each half right after the other."""
+    """The plan with at least `count` chunks: the most expensive chunks are halved in place."""
     pieces = list(plan)
     while len(pieces) < count:
         at = max(range(len(pieces)), key=lambda x: pieces[x].cost if len(pieces[x].rows) > 1 else 0)
@@ -123,7 +123,7 @@ def _bucket(length: int, buckets: Sequence[int]) -> int:
 
 
 class Padding(NamedTuple):
-    """Tokens of a step: what sorting by length saved. Sides that are not cut do not count."""
+    """Tokens of a step, to see what sorting by length saved. Sides that are not cut are left out."""
 
     real: int = 0
     """Tokens without padding."""
@@ -136,7 +136,7 @@ class Padding(NamedTuple):
 
     @property
     def saved(self) -> float:
-        """Share of the tokens as they came that were not encoded."""
+        """Share of the given tokens that did not have to be encoded."""
         return 1 - self.encoded / self.given if self.given else 0.0
 
     def plus(self, other: Padding) -> Padding:

@@ -1,9 +1,9 @@
-"""Inputs whose tensors do not have one entry per row: what `split_fn` returns, and ready ones for common processors.
+"""Inputs whose tensors do not have one entry per row: `Rows`, and `split_fn`s for common processors.
 
     cache = GradCache(model, loss, chunk_size=8, split_fn=image_patches)      # Qwen2-VL
     image_patches(inputs).take(torch.tensor([3, 5]))                          # inputs of two rows, with their patches
 
-A `split_fn` takes the inputs of a side and says how many rows they have and how some of them are taken.
+A `split_fn` takes the inputs of a side and returns how many rows they have, and how to take some of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from contratile.grad_cache.chunks import Nest
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of inputs that are not simply rows of tensors.
+    """The rows of inputs whose tensors do not have one entry per row.
 
     Examples:
         >>> import torch, contratile as ct
@@ -48,11 +48,11 @@ _GRIDS = {"pixel_values": ("image_grid_thw", "num_images"), "pixel_values_videos
 
 
 def image_patches(inputs: Mapping[str, Any]) -> Rows:
-    """Rows of Qwen2-VL's processor and its relatives: patches of all images in one tensor, with a grid for each image.
+    """Rows for Qwen2-VL's processor and its relatives: patches of all images in one tensor, with a grid per image.
 
-    Rows may have several images: `num_images` (`num_videos`), a tensor in the inputs, says how many each of them has;
-    it is not passed to the encoder. Without it each row has one. The length of a row is its tokens and patches
-    together: rows of similar length share a chunk. Padding of the texts is not cut.
+    Rows may have several images: the tensor `num_images` (`num_videos`) in the inputs says how many each row has; it is
+    not passed to the encoder. Without it each row has one. The length of a row is its tokens plus its patches: rows of
+    similar length share a chunk. Padding of the texts is not cut.
 
     Args:
         inputs: `input_ids`, `attention_mask`, `pixel_values` [patches, ...], `image_grid_thw` [images, 3], and the same
@@ -100,11 +100,11 @@ def several_images(inputs: Mapping[str, Any]) -> Rows:
 
 
 def packed_sequences(inputs: Mapping[str, Any]) -> Rows:
-    """Rows of sequences in one row of tokens, as `DataCollatorWithFlattening` of transformers makes them.
+    """Rows that are packed into one sequence of tokens, as by `DataCollatorWithFlattening` of transformers.
 
     Args:
         inputs: `input_ids` [1, tokens] and other tensors of that shape; `cu_seq_lens_q` [rows + 1] with the ends of the
-            sequences, `cu_seq_lens_k`, `max_length_q` and `max_length_k`; these are made anew for each chunk.
+            sequences. `cu_seq_lens_*` and `max_length_*` are recomputed for each chunk.
     """
     ends = inputs.get("cu_seq_lens_q")
     if not isinstance(ends, Tensor) or ends.dim() != 1 or len(ends) < 2:
@@ -180,7 +180,7 @@ def ragged_rows(inputs: Mapping[str, Any], counts: Mapping[str, Tensor], count: 
 
     Args:
         inputs: Tensors and other values by name.
-        counts: For tensors by name, how many entries each row has [rows]. Other tensors have one entry for each.
+        counts: By tensor name: how many entries each row has [rows]. Other tensors have one entry per row.
         count: Number of rows.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Decides which inputs are sorted and cut by length."""
+"""Decides which inputs are sorted by length and cut."""
 
 from __future__ import annotations
 
@@ -78,18 +78,18 @@ class Sorting:
         return POWERS if any(map(_is_compiled, side.owner.modules())) else ()
 
     def overhead(self, side: EncoderSide, rule: ByLength) -> int | None:
-        """What a chunk costs beside its tokens; None: chunks are as large as they may be."""
+        """The fixed cost of a chunk, in tokens; None: chunks are as large as allowed."""
         if rule.overhead != "auto":
             return rule.overhead
         if any(map(is_collective, side.wrappers)) or any(map(_is_compiled, side.owner.modules())):
-            return None  # as many chunks on every rank; chunks of few sizes
+            return None  # shards need equally many chunks on every rank, a compiler few sizes
         return OVERHEAD_CPU if side.device.type == "cpu" else OVERHEAD_ACCELERATOR
 
     def _rule(self, side: EncoderSide, nests: Sequence[Nest]) -> ByLength | None:
         if self.rule is None or not all(has_lengths(nest, self.rule) for nest in nests):
             return None
         if self.rule.check and any(isinstance(x, _BatchNorm) and x.training for x in side.owner.modules()):
-            return None  # statistics of a chunk would be those of texts of one length
+            return None  # a chunk's statistics would be those of texts of one length
         return self.rule
 
     def _agrees(self, side: EncoderSide, pool: Pool) -> bool:
@@ -112,7 +112,7 @@ class Sorting:
         return self.agreed[side.encoder]
 
     def _compared(self, side: EncoderSide, pool: Pool) -> str | None:
-        """What `disagreement` finds. Ranks that share shards encode together, and so decide together."""
+        """The result of `disagreement`. Ranks that share shards encode together, so they decide together."""
         team = Team.of(self.group)
         if team.size == 1 or not any(map(is_collective, side.wrappers)):
             return disagreement(side, pool)

@@ -13,7 +13,7 @@ class CheckedModule(nn.Module):
     """A module that checks its options whenever they are set."""
 
     def check_option(self, name: str, value: Any) -> Any:
-        """Return the value to store, or raise. Attributes that the constructor sets later may not exist yet."""
+        """Return the value to store, or raise. Attributes that the constructor sets later do not exist yet."""
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -40,16 +40,47 @@ def cal_inf_loss(
 def cal_ring_loss(
     q: Tensor, k: Tensor, labels: Tensor | None = None, scale: Tensor | float | None = None, head_dim: int = 256
 ) -> Tensor:
-    """Replaces `inf_cl.cal_ring_loss`. Same as `cal_inf_loss`: in the package they differ only in their kernels."""
+    """Replaces `inf_cl.cal_ring_loss`. Same as `cal_inf_loss`: in the package they differ only in their kernels.
+
+    Args:
+        q: Queries [N, D] of this rank.
+        k: Keys [M, D] of this rank.
+        labels: Index of each query's positive among this rank's keys; None: the same row.
+        scale: Multiplies the scores; None: 1.
+        head_dim: Ignored: any number of features is supported.
+
+    Returns:
+        A scalar, the mean over this rank's queries.
+
+    Examples:
+        >>> import torch
+        >>> x = torch.eye(4)
+        >>> cal_ring_loss(x, x, scale=10.0)
+        tensor(0.0001)
+    """
     return info_nce(q, k, _scale(scale), labels=labels)
 
 
 def cal_flash_loss(
     q: Tensor, k: Tensor, labels: Tensor | None = None, scale: Tensor | float | None = None, head_dim: int = 256
 ) -> Tensor:
-    """Replaces `inf_cl.cal_flash_loss`: one loss per query [N], against the keys of this process alone.
+    """Replaces `inf_cl.cal_flash_loss`: one loss per query, against the keys of this process alone.
 
-    Arguments are those of `cal_inf_loss`.
+    Args:
+        q: Queries [N, D].
+        k: Keys [M, D].
+        labels: Index of each query's positive among the keys; None: the same row.
+        scale: Multiplies the scores; None: 1.
+        head_dim: Ignored: any number of features is supported.
+
+    Returns:
+        The losses of the queries [N].
+
+    Examples:
+        >>> import torch
+        >>> x = torch.eye(4)
+        >>> cal_flash_loss(x, x, scale=10.0).shape
+        torch.Size([4])
     """
     return info_nce(q, k, _scale(scale), labels=labels, group=None, reduction="none")
 

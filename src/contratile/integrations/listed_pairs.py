@@ -1,7 +1,7 @@
-"""Losses of listed pairs, such as miners return: memory linear in their number, and no matrix of scores.
+"""Losses over lists of pairs, as miners return them. Memory is linear in the number of pairs.
 
-As in pytorch-metric-learning, `a` and `p` are anchors and their positives, pair by pair, `a2` and `n` anchors and their
-negatives.
+As in pytorch-metric-learning, (a, p) are pairs of an anchor and a positive, and (a2, n) pairs of an anchor and a
+negative.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CHUNK = 1 << 19
 
 
 class Listed(NamedTuple):
-    """Indices of anchors and of what they are compared with."""
+    """Indices of anchors and of the embeddings they are compared with."""
 
     a: Tensor
     p: Tensor
@@ -39,19 +39,22 @@ class Listed(NamedTuple):
 
 
 def nt_xent_of_listed(query: Tensor, key: Tensor, scale: Tensor, pairs: Listed) -> Tensor:
-    """For each listed positive: softplus(log-sum-exp of the anchor's listed negatives - its score)."""
+    """For each positive pair: softplus(log-sum-exp of the anchor's listed negatives - score of the pair)."""
     negatives = _logsumexp(scores_of(query, key, scale, pairs.a2, pairs.n), pairs.a2, len(query))
     return F.softplus(negatives[pairs.a] - scores_of(query, key, scale, pairs.a, pairs.p))
 
 
 def sup_con_of_listed(query: Tensor, key: Tensor, scale: Tensor, pairs: Listed) -> tuple[Tensor, Tensor]:
-    """For each anchor: log-sum-exp over its listed pairs - the mean score of its listed positives, and their number.
+    """For each anchor: log-sum-exp over its listed pairs minus the mean score of its positives, and their number.
 
     A pair that is listed several times counts once.
     """
     size, n = len(key), len(query)
-    positive = torch.unique(pairs.a * size + pairs.p)
-    every = torch.unique(torch.cat([positive, pairs.a2 * size + pairs.n]))
+    positive, negative = (torch.unique(a * size + b) for a, b in ((pairs.a, pairs.p), (pairs.a2, pairs.n)))
+    every = torch.unique(torch.cat([positive, negative]))
+    if len(every) < len(positive) + len(negative):
+        remedy = "Pass what a miner returns for the labels of these embeddings."
+        bad_value("indices_tuple", expected="positives or negatives", got="pairs that are both", remedy=remedy)
     lse = _logsumexp(scores_of(query, key, scale, every // size, every % size), every // size, n)
     anchor = positive // size
     terms = lse[anchor] - scores_of(query, key, scale, anchor, positive % size)
@@ -65,7 +68,7 @@ def scores_of(query: Tensor, key: Tensor, scale: Tensor, left: Tensor, right: Te
 
 
 def _logsumexp(scores: Tensor, group: Tensor, groups: int) -> Tensor:
-    """The log-sum-exp of the scores of each group; far below all of them for an empty one."""
+    """The log-sum-exp of each group's scores; a number far below all scores for an empty group."""
     floor = torch.finfo(scores.dtype).min / 4
     top = scores.new_full((groups,), floor).scatter_reduce(0, group, scores.detach(), "amax")
     total = scores.new_zeros(groups).index_add(0, group, (scores - top[group]).exp())

@@ -96,7 +96,7 @@ class ClipLoss(CheckedModule):
         return {"contrastive_loss": loss} if output_dict else loss
 
     def _shown(self, loss: Tensor, team: Team) -> Tensor:
-        """The mean over all ranks' pairs, unless `local_loss`. Changes the value, not the gradient."""
+        """Replace the value by the mean over all ranks' pairs, unless `local_loss`. The gradient stays."""
         if team.size == 1 or self.local_loss:
             return loss
         mine = loss.detach()
@@ -293,6 +293,9 @@ def create_loss(args: Any) -> nn.Module:
 
     Raises:
         ValueError: The arguments ask for Horovod.
+
+    Examples:
+        >>> loss = create_loss(open_clip_train.params.parse_args(["--siglip"]))      # doctest: +SKIP
     """
     _refuse_horovod(getattr(args, "horovod", False))
     if getattr(args, "distill", False):

@@ -17,11 +17,11 @@ from contratile.ring.team import Team
 class BatchStats(NamedTuple):
     """Statistics over the pairs of all ranks: detached 0-d tensors.
 
-    The rank of a positive is 1 + the number of other keys that score strictly higher, and top-1 means rank 1. Pairs
-    that a margin drops count, pairs of equal id do not, also where they are positives (`same_id="positive"`): positives
-    here are the labelled ones. `col_*` are None for losses with one direction, and
-    `negative_logit` is NaN if there is no negative. Scores are compared by their products, before the scale: exact
-    ties are ties, while products that differ by rounding alone may be ranked either way.
+    The rank of a positive is 1 + the number of other keys that score strictly higher; top-1 means rank 1. Positives are
+    the labelled ones. Pairs that a margin drops are counted, pairs of equal id are not (even with
+    `same_id="positive"`). `col_*` are None for losses with one direction, and `negative_logit` is NaN if there is no
+    negative. Products are compared, before the scale: exact ties are ties, while products that differ only by rounding
+    may be ranked either way.
     """
 
     row_top1: Tensor
@@ -33,16 +33,16 @@ class BatchStats(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """What queries read from one source of keys, or from several joined.
+    """What the queries gather from one source of keys, or from several joined.
 
     `above` is the log-sum-exp minus the positive. Late in training the two are almost equal, so their difference is
     kept instead of both.
     """
 
     above: Tensor
-    total: Tensor | None  # sums of scores: of all keys that count, or of positives beside the labelled one
+    total: Tensor | None  # sums of scores: of all keys that count, or of further positives
     number: Tensor | None  # how many scores
-    higher: Tensor | None  # how many above the positive
+    higher: Tensor | None  # how many are above the positive
 
     def join(self, other: Tally, stats: PairStats) -> Tally:
         """Over the keys of both sources."""
@@ -57,10 +57,10 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 def batch_stats(
     rows: Tally, cols: Tally | None, stats: PairStats, team: Team, negatives: tuple[Tensor, Tensor] | None = None
 ) -> BatchStats:
-    """From complete tallies. One sum over the ranks.
+    """Batch statistics from complete tallies, with one sum over the ranks.
 
-    `negatives`: the sum of all negatives' scores and their number. None: the tallies hold all keys that count, with one
-    positive each.
+    `negatives`: the sum of all negatives' scores and their number. None: take it from the tallies, which hold all keys
+    that count with one positive each.
     """
     pos = stats.pos
     assert pos is not None and rows.total is not None and rows.number is not None
@@ -80,7 +80,7 @@ def batch_stats(
 def all_negatives(
     x: Inputs, rows: Tally, stats: PairStats, options: PairOptions, rings: Rings
 ) -> tuple[Tensor, Tensor]:
-    """The sum of the scores of this rank's queries with all keys but their positives, and the number of these pairs.
+    """The sum of the scores of this rank's queries with all keys except their positives, and the number of such pairs.
 
     Scores of all pairs add up to the product of the sums of queries and of keys.
     """

@@ -1,4 +1,4 @@
-"""Checks of what other models bring to a loss: a teacher's and a guide's features."""
+"""The options `teacher` and `guide`: checks of the features that other models bring to a loss."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class LossTerms(NamedTuple):
 
 
 def features_of(options: PairOptions) -> list[Tensor]:
-    """All tensors that other models bring."""
+    """All tensors of the teacher and the guide."""
     pairs = (x for x in (options.teacher, options.guide) if isinstance(x, tuple | list))
     given = *(x for pair in pairs for x in pair), options.extra_guide, options.hard_guide
     return [x for x in given if isinstance(x, Tensor)]
 
 
 def named_models(options: PairOptions) -> list[object]:
-    """What every rank must agree on."""
+    """What all ranks must agree on."""
     found: list[object] = []
     if options.teacher is not None:
         found += ["teacher", options.teacher_weight, options.teacher_temperature, options.return_terms]
@@ -45,7 +45,7 @@ def named_models(options: PairOptions) -> list[object]:
 
 
 def check_teacher(options: PairOptions, query: Tensor, key: Tensor) -> None:
-    """Refuse a teacher that cannot be used, and options that mean nothing beside it, or without it."""
+    """Refuse an unusable teacher, options that do not go with it, and its own options without it."""
     weight, temperature = options.teacher_weight, options.teacher_temperature
     _check_number("teacher_weight", weight, "It multiplies the distillation term.")
     _check_number("teacher_temperature", temperature, "It divides the teacher's scores.")
@@ -53,14 +53,12 @@ def check_teacher(options: PairOptions, query: Tensor, key: Tensor) -> None:
         remedy = "It divides the teacher's scores; above 1 it softens them."
         bad_value("teacher_temperature", expected="a positive number", got=temperature, remedy=remedy)
     if options.teacher is None:
-        for name, changed in (
-            ("teacher_weight", weight != 1),
-            ("teacher_temperature", temperature != 1),
-            ("return_terms", options.return_terms),
-        ):
-            if changed:
-                remedy = f"Pass teacher=(query, key, scale), or drop {name}=."
-                bad_value(name, expected="teacher= beside it", got="none", remedy=remedy)
+        _check_unused(
+            "teacher=(query, key, scale)",
+            teacher_weight=weight != 1,
+            teacher_temperature=temperature != 1,
+            return_terms=options.return_terms,
+        )
         return
     if not isinstance(options.teacher, tuple | list) or len(options.teacher) != 3:
         remedy = "Pass its features of both sides and its logit scale."
@@ -74,29 +72,27 @@ def check_teacher(options: PairOptions, query: Tensor, key: Tensor) -> None:
         "guide",
         extra_keys="The teacher's softmax runs over the keys.",
         hard_negatives="The teacher's softmax runs over the keys.",
-        margin="It drops keys that the teacher may point at.",
-        label_smoothing="The teacher's softmax is a target for all keys already.",
-        same_id="The teacher says which keys are alike.",
-        matryoshka_dims="A teacher's targets are for all features.",
-        directions="A teacher's softmax is that of one direction; clip_loss has both.",
-        hardness_mode="The student's softmax must be that of its scores.",
+        margin="It may drop keys that the teacher favours.",
+        label_smoothing="The teacher's softmax already spreads the target over all keys.",
+        same_id="The teacher's softmax already shows which keys are alike.",
+        matryoshka_dims="A teacher's targets are defined for the full features only.",
+        directions="A teacher's softmax covers one direction; clip_loss has both.",
+        hardness_mode="Hardness changes the scores that are compared with the teacher's.",
     )
 
 
 def check_guide(options: PairOptions, query: Tensor, key: Tensor) -> None:
-    """Refuse a guide that cannot be used, and options that mean nothing beside it, or without it."""
+    """Refuse an unusable guide, options that do not go with it, and its own options without it."""
     check_choice("guide_margin_strategy", options.guide_margin_strategy, GUIDE_MARGINS)
-    _check_number("guide_margin", options.guide_margin, "It is subtracted from the guide's product of the positive.")
+    _check_number("guide_margin", options.guide_margin, "It is subtracted from the guide's similarity of the positive.")
     if options.guide is None:
-        for name, changed in (
-            ("guide_margin", options.guide_margin != 0),
-            ("guide_margin_strategy", options.guide_margin_strategy != "absolute"),
-            ("extra_guide", options.extra_guide is not None),
-            ("hard_guide", options.hard_guide is not None),
-        ):
-            if changed:
-                remedy = f"Pass guide=(query, key), or drop {name}=."
-                bad_value(name, expected="guide= beside it", got="none", remedy=remedy)
+        _check_unused(
+            "guide=(query, key)",
+            guide_margin=options.guide_margin != 0,
+            guide_margin_strategy=options.guide_margin_strategy != "absolute",
+            extra_guide=options.extra_guide is not None,
+            hard_guide=options.hard_guide is not None,
+        )
         return
     if not isinstance(options.guide, tuple | list) or len(options.guide) != 2:
         remedy = "Pass the guide's features of both sides."
@@ -110,14 +106,22 @@ def check_guide(options: PairOptions, query: Tensor, key: Tensor) -> None:
     _check_alone(
         "guide",
         options,
-        margin="Both say which keys count.",
-        label_smoothing="Smoothing needs the set of keys before they are compared.",
-        same_id="A guide drops what may be positive.",
-        matryoshka_dims="Prefixes are computed in tiles of their own.",
-        directions="A guide's limits are those of queries against keys.",
-        hardness_mode="Hardness is computed in tiles of its own.",
+        margin="Both decide which keys count.",
+        label_smoothing="Smoothing needs the set of keys before scores are known.",
+        same_id="A guide drops pairs that may be positive.",
+        matryoshka_dims="They are computed in different tiles.",
+        directions="A guide's limits apply to queries against keys only.",
+        hardness_mode="They are computed in different tiles.",
         share_hard_negatives="Pass them as extra_keys with extra_guide.",
     )
+
+
+def _check_unused(needed: str, **changed: bool) -> None:
+    """Raise a ValueError for the first option that was changed although what it needs is missing."""
+    for name, is_changed in changed.items():
+        if is_changed:
+            expected = f"{needed.partition('=')[0]}= beside it"
+            bad_value(name, expected=expected, got="none", remedy=f"Pass {needed}, or drop {name}=.")
 
 
 def _check_alone(what: str, options: PairOptions, *others: str, **reasons: str) -> None:
@@ -141,7 +145,7 @@ def _check_alone(what: str, options: PairOptions, *others: str, **reasons: str) 
 
 
 def _check_pair(name: str, pair: Any, query: Tensor, key: Tensor) -> None:
-    """Features of both sides, constants, for the same rows."""
+    """Check a model's features of both sides: constants, one row for each of ours."""
     check_features({f"{name}[0]": pair[0], f"{name}[1]": pair[1]}, empty=True)
     for at, (x, side, rows) in enumerate(((pair[0], "queries", query), (pair[1], "keys", key))):
         own = f"{name}[{at}]"
@@ -152,7 +156,7 @@ def _check_pair(name: str, pair: Any, query: Tensor, key: Tensor) -> None:
 
 
 def _check_more(name: str, guide: Tensor | None, of: str, keys: Tensor | None, like: Tensor) -> None:
-    """The guide's features of further keys."""
+    """Check the guide's features of extra keys or hard negatives."""
     if guide is None and keys is None:
         return
     if guide is None or keys is None:

@@ -18,7 +18,7 @@ from contratile.losses.options import PairOptions
 from contratile.reference import REDUCTIONS, Reduction
 from contratile.ring.nodes import RINGS, Home, here, schedule_for
 from contratile.ring.ring import Ring
-from contratile.ring.schedule import Schedule
+from contratile.ring.schedule import ONE_RANK
 from contratile.ring.team import Facts, Group, Team
 
 
@@ -58,12 +58,13 @@ class Call(NamedTuple):
         key = others[0] if others and self.views == 1 else query
         extra = None if self.options is None else self.options.extra_keys
         mine = self.views * query.shape[0], self.views * key.shape[0], 0 if extra is None else extra.shape[0]
-        queries, keys, extras = [mine[0]], [mine[1]], [mine[2]]
-        schedule = Schedule.flat(1)
+        sizes: list[tuple[int, ...]] = [(size,) for size in mine]
+        queries, keys, extras = sizes
+        schedule = ONE_RANK
         if team.size > 1:
             facts = team.handshake(self._facts(*mine))
-            queries = [fact.queries for fact in facts]
-            keys, extras = [fact.keys for fact in facts], [fact.extra for fact in facts]
+            queries, keys = tuple(fact.queries for fact in facts), tuple(fact.keys for fact in facts)
+            extras = tuple(fact.extra for fact in facts)
             if not (sum(queries) and sum(keys)):
                 remedy = "An empty batch has no loss; skip it or use drop_last=True in the loader."
                 got = f"none on any of {team.size} ranks"
@@ -73,17 +74,14 @@ class Call(NamedTuple):
                 team = team.with_lane()
         total, shared = sum(queries), self.options is not None and self.options.more.share_hard_negatives
         return Rings(
-            keys=Ring(team, tuple(keys), total, schedule),
-            extra=None if extra is None else Ring(team, tuple(extras), total, schedule),
-            hard=Ring(team, tuple(queries), total, schedule) if shared else None,
+            keys=Ring(team, keys, total, schedule),
+            extra=None if extra is None else Ring(team, extras, total, schedule),
+            hard=Ring(team, queries, total, schedule) if shared else None,
         )
 
     def _check(self, team: Team, check: Callable[[], None]) -> None:
         spec = self.spec
-        names = "extra_keys", "hard_negatives", "key_bias", "extra_bias", "hard_bias"
-        more = [getattr(self.options, name, None) for name in names]
-        more += [] if self.options is None else features_of(self.options)
-        check_transform(self.name, spec.backend, (*self.features.values(), *self.numbers.values(), *more))
+        check_transform(self.name, spec.backend, self._tensors)
         check_features(self.features, empty=team.size > 1)
         check_choice("reduction", self.reduction, REDUCTIONS)
         for name, number in self.numbers.items():
@@ -97,11 +95,16 @@ class Call(NamedTuple):
         if spec.tile is not None:
             check_count("tile", spec.tile, least=1)
         registry.check(spec.backend, next(iter(self.features.values())).device, team.size)
-        normalizes = (
-            self.options is not None and self.options.matryoshka is not None and self.options.matryoshka_normalize
-        )
+        normalizes = self.options is not None and self.options.normalizes
         if self.name != "pair_lse" and not normalizes:  # pair_lse makes no claim about what its scores are
             look_once(self.name, tuple(self.features.values()), self.numbers)
+
+    def _tensors(self) -> list[object]:
+        """All that may have gradients."""
+        names = "extra_keys", "hard_negatives", "key_bias", "extra_bias", "hard_bias"
+        more = [getattr(self.options, name, None) for name in names]
+        more += [] if self.options is None else features_of(self.options)
+        return [*self.features.values(), *self.numbers.values(), *more]
 
     def _facts(self, queries: int, keys: int, extra: int) -> Facts:
         """What the ranks compare."""

@@ -16,7 +16,7 @@ from contratile.keywords import known_keywords
 from contratile.losses.batch_stats import BatchStats
 from contratile.losses.beside import Guide, LossTerms, Teacher
 from contratile.losses.call import Call
-from contratile.losses.cross_entropy import answer, cross_entropies
+from contratile.losses.cross_entropy import cross_entropies, loss_and_extras
 from contratile.losses.options import Ids, PairOptions
 from contratile.reference import Reduction
 from contratile.ring.nodes import RingKind
@@ -123,15 +123,15 @@ def clip_loss(
             captions of one image) are not its negatives: see `same_id`.
         same_id: "exclude" leaves pairs of equal id out, except an image's own text. "positive" makes them positives
             too, extra keys included: the log-sum-exp over all keys minus the mean score of the positives, for both
-            directions, as in SupCon. It has no margin and no label smoothing.
+            directions, as in SupCon. Not with margin or label_smoothing.
         extra_keys: [E, D] more texts, negatives of all images: a queue, mined negatives. Each rank passes its own;
             all images of all ranks are compared with all of them.
         extra_ids: [E] ids of the extra keys, compared with the ids of the images.
         hard_negatives: [N, H, D] texts that are negatives of one image each.
         hard_mask: [N, H] bool, False where a hard negative is padding.
         key_bias: [N] numbers added to the scaled scores of each text, with a gradient if they need one. -log q, where q
-            is how often a text occurs in batches, corrects for that (logQ). It cancels where texts are compared with
-            images. Statistics and margins go by similarities, without biases.
+            is how often a text occurs in batches, corrects for that (logQ). It cancels in the text-to-image direction.
+            Statistics and margins ignore biases.
         extra_bias: [E] the same for the extra keys.
         hard_bias: [N, H] the same for the hard negatives.
         margin: Drop negatives more similar than the positive minus this margin (before the scale): they are probably
@@ -142,28 +142,27 @@ def clip_loss(
             order, with or without all features. Extra keys and hard negatives are truncated alike. Not with margin,
             label_smoothing, same_id="positive", return_stats or cache_bytes.
         matryoshka_weights: A weight for each of these losses; 1 each by default. The sum is not divided by them.
-        matryoshka_normalize: Divide each truncated row by its norm, so that scores are cosines: with `matryoshka_dims`
-            losses do normalise. False takes plain products.
-        teacher: (image [N, T], text [N, T], scale) of a frozen model. Adds, for both directions, the cross-entropy
-            between the softmax of its scores and that of these, as open_clip's DistillClipLoss: with S the scores here,
+        matryoshka_normalize: Divide each truncated row by its norm, so that scores are cosines. False uses plain
+            products.
+        teacher: (image [N, T], text [N, T], scale) of a frozen model. Adds the distillation term of open_clip's
+            DistillClipLoss in both directions. With S = scale * image @ text.T:
 
                 target = (teacher_scale / teacher_temperature * teacher_image @ teacher_text.T).softmax(1)
                 distill = -(target * S.log_softmax(1)).sum(1)
                 loss = contrastive + teacher_weight * distill
 
-            It has no gradient. Not together with extra keys, hard negatives, margin, smoothing or several positives.
+            The teacher gets no gradient. Not with extra keys, hard negatives, margin, smoothing or several positives.
         teacher_weight: Factor of that term.
-        teacher_temperature: Divides the teacher's scores alone: above 1 its targets are softer. The temperature of the
-            scores here is 1 / scale.
-        guide: (image [N, G], text [N, G]) of a frozen model that drops false negatives, as GISTEmbed does: pairs that
-            it finds more similar than the positive do not count, for each direction by its own positive.
-        guide_margin: Drop pairs with a product of the guide above positive - margin instead.
-        guide_margin_strategy: "absolute", or "relative": above positive - margin * abs(positive).
+        teacher_temperature: Divides the teacher's scores, not the student's: above 1 its targets are softer.
+        guide: (image [N, G], text [N, G]) of a frozen model that removes false negatives, as GISTEmbed does: pairs that
+            it finds more similar than the positive are dropped. Each direction uses its own positives.
+        guide_margin: Drop pairs whose guide similarity exceeds the positive's minus this margin.
+        guide_margin_strategy: "absolute", or "relative": the positive's minus margin * abs(positive's).
         extra_guide: [E, G] the guide's features of the extra keys.
-        hard_guide: [N, H, G] the same of the hard negatives.
+        hard_guide: [N, H, G] the guide's features of the hard negatives.
         return_stats: Return (loss, `BatchStats`) with top-1 accuracy, ranks and mean logits.
-        return_terms: Return (loss, `LossTerms`): the contrastive and the distillation term. With both, (loss, terms,
-            statistics).
+        return_terms: Return (loss, `LossTerms`): the contrastive and the distillation term. With `return_stats` too:
+            (loss, terms, statistics).
         group: "auto" (the default process group if one is initialised), None (this process alone) or a process group.
             Over several ranks the loss and its backward are collective: every rank calls both.
         reduction: "mean", "sum" or "none" (one value per local pair). Over ranks "mean" is world_size / N_total times
@@ -193,10 +192,22 @@ def clip_loss(
         >>> of_prefixes = ct.clip_loss(image, text, 100.0, matryoshka_dims=(16, 32, 64))
     """
     options = PairOptions(
-        *(ids, same_id, extra_keys, extra_ids, hard_negatives, hard_mask),
-        *(margin, label_smoothing, weights, return_stats),
-        *(True, key_bias, extra_bias, hard_bias),
-        *(matryoshka_dims, matryoshka_weights, matryoshka_normalize),
+        ids=ids,
+        same_id=same_id,
+        extra_keys=extra_keys,
+        extra_ids=extra_ids,
+        hard_negatives=hard_negatives,
+        hard_mask=hard_mask,
+        key_bias=key_bias,
+        extra_bias=extra_bias,
+        hard_bias=hard_bias,
+        margin=margin,
+        label_smoothing=label_smoothing,
+        weights=weights,
+        matryoshka_dims=matryoshka_dims,
+        matryoshka_weights=matryoshka_weights,
+        matryoshka_normalize=matryoshka_normalize,
+        return_stats=return_stats,
         teacher=teacher,
         teacher_weight=teacher_weight,
         teacher_temperature=teacher_temperature,
@@ -225,4 +236,4 @@ def clip_loss(
     rings = call.start(group, check)
     labels = torch.arange(image.shape[0], device=image.device)
     losses = cross_entropies(image, text, scale, labels, options, spec, rings)
-    return answer(call, losses, rings, share=0.5)
+    return loss_and_extras(call, losses, rings, share=0.5)

@@ -1,11 +1,11 @@
-"""Cross-entropies of queries against keys, with every kind of negative: what `clip_loss` and `info_nce` share.
+"""Cross-entropies of queries against keys, with every kind of negative; `clip_loss` and `info_nce` are built on them.
 
     loss_i = lse_i - (1 - e) pos_i - e mean_i
 
-over the keys that count for query i: keys of all ranks, extra keys of all ranks, and its own hard negatives. Each
-source gives a log-sum-exp, and `logaddexp` joins them. With several positives (`same_id="positive"`) their mean score
-takes the place of pos_i. Without negatives from the batch, keys give no more than the positives. With more directions
-(`directions.py`) further log-sum-exps join them.
+The log-sum-exp runs over the keys that count for query i: keys of all ranks, extra keys of all ranks, and its own hard
+negatives. Each source gives a log-sum-exp, and `logaddexp` joins them; `directions` adds further ones. With several
+positives (`same_id="positive"`) their mean score replaces pos_i. With `in_batch_negatives=False` the keys provide the
+positives only.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from contratile.losses.terms import as_tensor, lifted, lse_above, tally_of, with
 
 
 class Losses(NamedTuple):
-    """One value per pair, in the unit of the statistics, and what `return_stats` asks for."""
+    """One value per pair, in the unit of the statistics, and the batch statistics if they were asked for."""
 
     per_pair: Tensor
     stats: PairStats
     batch: BatchStats | None
     distill: Tensor | None = None
-    """Per pair: the weighted cross-entropy with a teacher's softmax, not part of `per_pair`."""
+    """Per pair: the weighted cross-entropy with the teacher's softmax. Not part of `per_pair`."""
 
 
 def cross_entropies(
@@ -55,7 +55,7 @@ def cross_entropies(
     share = _shared_cache(spec, rings, options)
     if options.more.several:
         query, key = summed(query), summed(key)
-    proxy = shared = None
+    proxy = None
     if options.several_sources and spec.backend != "dense":
         proxy = stand_in(query)
     if proxy is not None:
@@ -63,7 +63,9 @@ def cross_entropies(
     scale = as_tensor(scale, query)  # once: the gradients from all sources of keys add up in full precision
     query_ids, key_ids = options.pair_of_ids
     x = Inputs(
-        *(query, key, scale),
+        query=query,
+        key=key,
+        scale=scale,
         key_bias=options.key_bias,
         labels=labels,
         query_ids=query_ids,
@@ -83,16 +85,9 @@ def cross_entropies(
     else:
         stats, rows = _positives_alone(x, spec, options)
         assert stats.pos is not None
-    if rings.extra is not None and any(rings.extra.sizes):
-        rows = rows.join(extra_keys(x, stats, options, share(sum(rings.extra.sizes)), rings.extra), stats)
-    elif options.extra_keys is not None:  # none on any rank: keep them in the graph
-        rows = rows._replace(above=rows.above + options.extra_keys.to(stats.pos.dtype).sum())
-    if rings.hard is not None and options.hard_negatives is not None and options.hard_negatives.shape[1]:
-        shared = keys_of(options.hard_negatives)
-        spec_of_hard = share(sum(rings.hard.sizes))
-        rows = rows.join(shared_hard_negatives(x, stats, options, spec_of_hard, rings.hard, shared), stats)
-    elif options.hard_negatives is not None:
-        rows = rows.join(own_hard_negatives(x, stats, options, options.hard_negatives), stats)
+    shared = None
+    if options.extra_keys is not None or options.hard_negatives is not None:
+        rows, shared = _with_more_keys(rows, x, stats, options, share, rings)
     cols = tally_of(stats.col, stats.pos, spared, without_bias(stats, x)) if spec.cols else None
     losses = _loss(rows, stats.pos, options)
     if cols is not None and options.more.back and options.more.partition_mode == "joint":
@@ -112,8 +107,8 @@ def cross_entropies(
     return Losses(losses, stats, batch_stats(rows, cols, stats, rings.keys.team, negatives), distill)
 
 
-def answer(call: Call, losses: Losses, rings: Rings, share: float = 1.0) -> Tensor | tuple[Any, ...]:
-    """The loss, followed by its terms and the statistics where they are asked for."""
+def loss_and_extras(call: Call, losses: Losses, rings: Rings, share: float = 1.0) -> Tensor | tuple[Any, ...]:
+    """The reduced loss, followed by its terms and the statistics if they were asked for."""
     per_pair, options = losses.per_pair, call.options
     assert options is not None
     more: list[Any] = []
@@ -131,7 +126,7 @@ def answer(call: Call, losses: Losses, rings: Rings, share: float = 1.0) -> Tens
 
 
 def _asked(spec: Spec, options: PairOptions) -> Spec:
-    """The spec of every call with these options."""
+    """The spec with what these options ask of every call."""
     more: dict[str, Any] = {}
     if options.margin is not None:
         more["margin"] = float(options.margin)
@@ -145,7 +140,7 @@ def _asked(spec: Spec, options: PairOptions) -> Spec:
 
 
 def _with_models(x: Inputs, options: PairOptions) -> Inputs:
-    """With the features of a teacher and a guide."""
+    """Add the features of the teacher and the guide."""
     if options.teacher is not None:
         query, key, scale = options.teacher
         scale = as_tensor(scale, query) / options.teacher_temperature
@@ -156,9 +151,9 @@ def _with_models(x: Inputs, options: PairOptions) -> Inputs:
 
 
 def _distill(stats: PairStats, spec: Spec, options: PairOptions) -> Tensor:
-    """Per pair the cross-entropies with the teacher: log-sum-exps minus mean scores under its softmax.
+    """Per pair: cross-entropies with the teacher, which are log-sum-exps minus mean scores under its softmax.
 
-    Both are taken from the positive's score, as a constant.
+    Both are computed relative to the positive's score, which is a constant here.
     """
     assert stats.pos is not None
     pos, found = stats.pos.detach(), []
@@ -168,8 +163,26 @@ def _distill(stats: PairStats, spec: Spec, options: PairOptions) -> Tensor:
     return sum(found[1:], found[0]) * options.teacher_weight
 
 
+def _with_more_keys(
+    rows: Tally, x: Inputs, stats: PairStats, options: PairOptions, share: Callable[[int], Spec], rings: Rings
+) -> tuple[Tally, Tensor | None]:
+    """Join extra keys and hard negatives. Returns the tally, and shared hard negatives as one set of keys."""
+    assert stats.pos is not None
+    if rings.extra is not None and any(rings.extra.sizes):
+        rows = rows.join(extra_keys(x, stats, options, share(sum(rings.extra.sizes)), rings.extra), stats)
+    elif options.extra_keys is not None:  # none on any rank: keep them in the graph
+        rows = rows._replace(above=rows.above + options.extra_keys.to(stats.pos.dtype).sum())
+    if rings.hard is not None and options.hard_negatives is not None and options.hard_negatives.shape[1]:
+        shared = keys_of(options.hard_negatives)
+        spec = share(sum(rings.hard.sizes))
+        return rows.join(shared_hard_negatives(x, stats, options, spec, rings.hard, shared), stats), shared
+    if options.hard_negatives is not None:
+        rows = rows.join(own_hard_negatives(x, stats, options, options.hard_negatives), stats)
+    return rows, None
+
+
 def _positives_alone(x: Inputs, spec: Spec, options: PairOptions) -> tuple[PairStats, Tally]:
-    """What queries read from their positives, without any other key."""
+    """Statistics and tally of the positives alone, without negatives."""
     assert x.key is not None and x.labels is not None
     own = x.key[: len(x.query)] if spec.paired else x.key.index_select(0, x.labels)
     products = products_with(x, own.unsqueeze(1), None, options).squeeze(1)
@@ -187,7 +200,7 @@ def _positives_alone(x: Inputs, spec: Spec, options: PairOptions) -> tuple[PairS
 
 
 def _shared_cache(spec: Spec, rings: Rings, options: PairOptions) -> Callable[[int], Spec]:
-    """The spec of a call with some of the keys: all calls share the memory of the cache in proportion to these."""
+    """The spec of a call, given its number of keys: calls share the cache in proportion to their keys."""
     if not spec.cache_bytes:
         return lambda keys: spec
     both_types = 1 + ("doc_to_doc" in options.more.names)

@@ -1,17 +1,18 @@
 """More negatives from the batch itself: `directions`, `partition_mode`, `hardness_mode` and `hardness_strength`.
 
-Names, values, defaults and refusals are those of sentence-transformers' MultipleNegativesRankingLoss. For a query i
-with the positive document i, the score of a pair being s = scale * <a, b>:
+Names, values, defaults and refusals are those of sentence-transformers' MultipleNegativesRankingLoss. Query i has the
+positive document i, and s(a, b) = scale * <a, b>:
 
     query_to_doc      s(query i, every document)          the softmax of InfoNCE
-    doc_to_query      s(every query, document i)          its positive once more
+    doc_to_query      s(every query, document i)          counts the positive a second time
     query_to_query    s(query i, other queries)
     doc_to_doc        s(document i, documents of others)
 
     joint             loss_i = log-sum-exp over all of these - s(query i, document i)
     per_direction     loss_i = mean of a log-sum-exp for each direction - s(query i, document i)
 
-Each line is a call of the engine, rows and columns of `query x document` being one, and a set with itself half a one.
+One call of the engine computes the first two (rows and columns of the same scores). Each of the others takes a call at
+half the work, because the scores of a set with itself are symmetric.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Directions(NamedTuple):
 
     @property
     def names(self) -> frozenset[str]:
-        """The directions, none if they are not checked yet and no names."""
+        """The directions; empty if the option was given something that is not a collection of names."""
         given: object = self.directions
         if given is PLAIN.directions:
             return ONE_WAY
@@ -94,7 +95,7 @@ ONE_WAY = frozenset({"query_to_doc"})
 
 
 def check_directions(directions: object, partition_mode: str) -> tuple[str, ...]:
-    """Return the directions as a tuple; raise a ValueError if they mean nothing."""
+    """Return the directions as a tuple; raise a ValueError if they cannot be used."""
     if isinstance(directions, str) or not isinstance(directions, tuple | list | set | frozenset) or not directions:
         remedy = "Pass a tuple, for example ('query_to_doc',)."
         bad_value("directions", expected="a tuple of names", got=repr(directions), remedy=remedy)

@@ -1,8 +1,7 @@
-"""The losses as functions: each is a few lines on the engine.
+"""The losses as functions, one file each.
 
-No loss normalises its features, but for truncated ones (`matryoshka_dims`): pass normalised ones where cosines are
-meant. Losses are fp32 (fp64 for fp64 features), also for 16-bit features; gradients have the dtype of the tensors they
-belong to.
+Losses do not normalise features, except truncated ones (`matryoshka_dims`): pass normalised features where you mean
+cosines. Losses are fp32 (fp64 for fp64 features), even for 16-bit features; a gradient has the dtype of its tensor.
 """
 
 from contratile.losses.clip import clip_loss as clip_loss

@@ -1,11 +1,11 @@
-"""GISTEmbed's loss: queries against keys, other queries and the other keys, without what a guide finds more similar.
+"""GISTEmbed's loss: queries against keys, queries and extra keys, and keys against keys, filtered by a guide.
 
     scores = [query key^T, query query^T, key key^T, query extra^T] * scale
-    scores[guide's scores of the same pairs > limit of the row, except positives] = -inf
+    scores[guide's score of the pair > limit of the row, except positives] = -inf
     loss = -log_softmax(scores)[positive]
 
-The limit of row i is the guide's product of query i and its key, minus a margin: see `info_nce(guide=...)`. Scores of
-one set with itself are symmetric, and only half of them are computed.
+The limit of row i is the guide's similarity of query i and its key, minus a margin: see `info_nce(guide=...)`. Scores
+of a set with itself are symmetric, so only half of them are computed.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def gist_loss(
         scale: The logit scale.
         options: Extra keys with their guide features, and the guide's margin.
         guide: The guide's features of queries and keys.
-        contrast_queries: Queries are also compared with the queries of this rank.
-        contrast_keys: Keys are also compared with the keys of all ranks.
-        group: The ranks whose keys and extra keys count.
+        contrast_queries: Also compare queries with the queries of this rank.
+        contrast_keys: Also compare keys with the keys of all ranks.
+        group: The ranks whose keys and extra keys are used.
         tile: Edge of the tiles; None: chosen automatically.
         cache_bytes: Memory for keeping tiles of queries and keys from forward to backward.
     """

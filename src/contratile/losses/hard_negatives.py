@@ -1,4 +1,4 @@
-"""Similarities of each query with negatives of its own, without an fp32 copy of them."""
+"""Products of each query with its own hard negatives, without an fp32 copy of these."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from contratile.errors import transform_under_way
 
 CHUNK = 256
-"""Queries whose negatives are multiplied at once."""
+"""Queries per chunk."""
 
 
 def own_products(
@@ -20,9 +20,9 @@ def own_products(
     stand_in: Tensor | None = None,
     hard_stand_in: Tensor | None = None,
 ) -> Tensor:
-    """<query[n], hard[n, h]> [N, H], 0 where the mask is False.
+    """The products <query[n], hard[n, h]> [N, H], 0 where the mask is False.
 
-    Stand-ins receive the gradients of the queries and of the hard negatives: see `engine.autograd.stand_in`.
+    If there are stand-ins, they receive the gradients instead of the features: see `engine.autograd.stand_in`.
     """
     if torch.compiler.is_compiling() or transform_under_way((query, hard)):  # a compiler fuses this anyway
         acc = torch.promote_types(query.dtype, torch.float32)
@@ -32,7 +32,7 @@ def own_products(
 
 
 class _OwnProducts(torch.autograd.Function):
-    """In the accumulation dtype, a chunk of queries at a time."""
+    """Computes in the accumulation dtype, a chunk of queries at a time."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, hard: Tensor, mask: Tensor | None, *stand_ins: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ from contratile.keywords import known_keywords
 from contratile.losses.batch_stats import BatchStats
 from contratile.losses.beside import Guide, LossTerms, Teacher
 from contratile.losses.call import Call
-from contratile.losses.cross_entropy import answer, cross_entropies
+from contratile.losses.cross_entropy import cross_entropies, loss_and_extras
 from contratile.losses.directions import Direction, Directions, HardnessMode, PartitionMode
 from contratile.losses.options import Ids, PairOptions
 from contratile.reference import Reduction
@@ -135,7 +135,7 @@ def info_nce(
             `same_id`.
         same_id: "exclude" leaves pairs of equal id out, except a query's own positive. "positive" makes them positives
             too, extra keys included: the log-sum-exp over all keys minus the mean score of the positives, as in
-            SupCon. It has no margin and no label smoothing.
+            SupCon. Not with margin or label_smoothing.
         in_batch_negatives: Use the other keys as negatives. False takes negatives only from `extra_keys` and
             `hard_negatives`, as in MoCo, and computes no N x N scores.
         extra_keys: [E, D] more negatives of all queries: a queue, mined negatives. Each rank passes its own; all
@@ -144,8 +144,8 @@ def info_nce(
         hard_negatives: [N, H, D] negatives of one query each.
         hard_mask: [N, H] bool, False where a hard negative is padding.
         key_bias: [M] numbers added to the scaled scores of each key, with a gradient if they need one. -log q, where q
-            is how often a key occurs in batches, corrects for that (logQ). Statistics and margins go by
-            similarities, without biases.
+            is how often a key occurs in batches, corrects for that (logQ). A negative with a bias of -inf is left
+            out. Statistics and margins go by similarities, without biases.
         extra_bias: [E] the same for the extra keys.
         hard_bias: [N, H] the same for the hard negatives.
         margin: Drop negatives more similar than the positive minus this margin (before the scale): they are probably
@@ -156,40 +156,39 @@ def info_nce(
             order, with or without all features. Extra keys and hard negatives are truncated alike. Not with margin,
             label_smoothing, same_id="positive", return_stats, cache_bytes, further directions or hardness.
         matryoshka_weights: A weight for each of these losses; 1 each by default. The sum is not divided by them.
-        matryoshka_normalize: Divide each truncated row by its norm, so that scores are cosines: with `matryoshka_dims`
-            losses do normalise. False takes plain products.
-        teacher: (query [N, T], key [M, T], scale) of a frozen model. Adds the cross-entropy between the softmax of its
-            scores and that of these, S:
+        matryoshka_normalize: Divide each truncated row by its norm, so that scores are cosines. False uses plain
+            products.
+        teacher: (query [N, T], key [M, T], scale) of a frozen model. Adds a distillation term, the cross-entropy
+            between the teacher's softmax and the student's. With S = scale * query @ key.T:
 
                 target = (teacher_scale / teacher_temperature * teacher_query @ teacher_key.T).softmax(1)
                 distill = -(target * S.log_softmax(1)).sum(1)
                 loss = contrastive + teacher_weight * distill
 
-            It has no gradient. Not together with extra keys, hard negatives, margin, smoothing or several positives.
+            The teacher gets no gradient. Not with extra keys, hard negatives, margin, smoothing or several positives.
         teacher_weight: Factor of that term.
-        teacher_temperature: Divides the teacher's scores alone: above 1 its targets are softer. The temperature of the
-            scores here is 1 / scale.
-        guide: (query [N, G], key [M, G]) of a frozen model that drops false negatives, as GISTEmbed does: keys that it
-            finds more similar than the positive do not count.
-        guide_margin: Drop keys with a product of the guide above positive - margin instead.
-        guide_margin_strategy: "absolute", or "relative": above positive - margin * abs(positive).
+        teacher_temperature: Divides the teacher's scores, not the student's: above 1 its targets are softer.
+        guide: (query [N, G], key [M, G]) of a frozen model that removes false negatives, as GISTEmbed does: keys that
+            it finds more similar than the positive are dropped.
+        guide_margin: Drop keys whose guide similarity exceeds the positive's minus this margin.
+        guide_margin_strategy: "absolute", or "relative": the positive's minus margin * abs(positive's).
         extra_guide: [E, G] the guide's features of the extra keys.
-        hard_guide: [N, H, G] the same of the hard negatives.
-        return_stats: Return (loss, `BatchStats`) with top-1 accuracy, ranks and mean logits, of queries against keys
-            by similarity: without hardness and further directions.
-        return_terms: Return (loss, `LossTerms`): the contrastive and the distillation term. With both, (loss, terms,
-            statistics).
+        hard_guide: [N, H, G] the guide's features of the hard negatives.
+        return_stats: Return (loss, `BatchStats`) with top-1 accuracy, ranks and mean logits of queries against keys,
+            without hardness and further directions.
+        return_terms: Return (loss, `LossTerms`): the contrastive and the distillation term. With `return_stats` too:
+            (loss, terms, statistics).
         hard_ids: [N, H] ids of the hard negatives, compared with the ids of the queries.
-        share_hard_negatives: Hard negatives are negatives of all queries, of all ranks, too.
+        share_hard_negatives: Compare every query, on all ranks, with the hard negatives of all queries.
         directions: What a query and its key are compared with in one loss, as sentence-transformers names it.
             "query_to_doc" (always): the query with all keys. "doc_to_query": its key with all queries.
             "query_to_query": the query with the other queries. "doc_to_doc": its key with the keys, extra keys and
             shared hard negatives of the others. Beyond "query_to_doc", key i must be the positive of query i.
         partition_mode: "joint" puts all directions into one softmax. "per_direction" averages a softmax for each of
             "query_to_doc" and "doc_to_query", as `clip_loss` does.
-        hardness_mode: Which negatives of a query get `hardness_strength` times their similarity, as a constant, on top
-            of their scores: "in_batch_negatives" (keys and hard negatives of other queries, extra keys),
-            "hard_negatives" (its own) or "all_negatives". Only "query_to_doc" has it, and never a positive.
+        hardness_mode: Negatives whose scores are raised by `hardness_strength` times their similarity, without a
+            gradient: "in_batch_negatives" (keys and hard negatives of other queries, extra keys), "hard_negatives"
+            (the query's own) or "all_negatives". It applies to "query_to_doc" only.
         hardness_strength: See `hardness_mode`; 9 in LLaVE (in-batch negatives), 5 in EmbeddingGemma (hard ones).
         group: "auto" (the default process group if one is initialised), None (this process alone) or a process group.
             Over several ranks the loss and its backward are collective: every rank calls both.
@@ -226,11 +225,22 @@ def info_nce(
     """
     more = Directions(directions, partition_mode, hardness_mode, hardness_strength, share_hard_negatives)
     options = PairOptions(
-        *(ids, same_id, extra_keys, extra_ids, hard_negatives, hard_mask),
-        *(margin, label_smoothing, weights, return_stats, in_batch_negatives),
-        *(key_bias, extra_bias, hard_bias),
+        ids=ids,
+        same_id=same_id,
+        in_batch_negatives=in_batch_negatives,
+        extra_keys=extra_keys,
+        extra_ids=extra_ids,
+        hard_negatives=hard_negatives,
+        hard_mask=hard_mask,
         hard_ids=hard_ids,
+        key_bias=key_bias,
+        extra_bias=extra_bias,
+        hard_bias=hard_bias,
         more=more,
+        margin=margin,
+        label_smoothing=label_smoothing,
+        weights=weights,
+        return_stats=return_stats,
         matryoshka_dims=matryoshka_dims,
         matryoshka_weights=matryoshka_weights,
         matryoshka_normalize=matryoshka_normalize,
@@ -274,4 +284,4 @@ def info_nce(
     labels = torch.arange(len(query), device=query.device) if labels is None else labels.long()
     losses = cross_entropies(query, key, scale, labels, options, spec, rings)
     mean_of_two = spec.cols and partition_mode == "per_direction"
-    return answer(call, losses, rings, share=0.5 if mean_of_two else 1.0)
+    return loss_and_extras(call, losses, rings, share=0.5 if mean_of_two else 1.0)

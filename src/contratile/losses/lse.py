@@ -1,4 +1,4 @@
-"""`pair_lse`: the engine's log-sum-exps themselves, as a function."""
+"""`pair_lse`: log-sum-exps of rows and columns, for losses of your own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `matryoshka_dims`, `matryoshka_weights` and `matryoshka_normalize` ask for: a loss of truncated features.
+"""The options `matryoshka_dims`, `matryoshka_weights`, `matryoshka_normalize`: a sum of losses of truncated features.
 
 loss = sum over m of weight_m * loss(first dim_m features of every row, divided by their norm)
 """
@@ -32,16 +32,16 @@ class Matryoshka(NamedTuple):
         return cls(tuple(dim for dim, _ in each), tuple(float(weight) for _, weight in each), normalize)
 
     def spec(self, spec: Spec) -> Spec:
-        return spec._replace(dims=self.dims, normalize=self.normalize)
+        return spec._replace(prefixes=self.dims, normalize=self.normalize)
 
     def total(self, losses: Tensor) -> Tensor:
-        """Losses [N, dims] as one [N]."""
+        """The weighted sum of losses [N, dims] over the dimensions [N]."""
         return (losses * losses.new_tensor(self.weights)).sum(1)
 
     def own_products(
         self, query: Tensor, hard: Tensor, mask: Tensor | None = None, stand_in: Tensor | None = None
     ) -> Tensor:
-        """What `hard_negatives.own_products` returns, for each dimension [N, H, dims]."""
+        """`hard_negatives.own_products` for each dimension [N, H, dims]."""
         proxy = engine_stand_in(hard)  # gradients of blocks and of norms add up, and almost cancel
         hard = hard if proxy is None else hard.detach()
         blocks = [
@@ -63,7 +63,7 @@ class Matryoshka(NamedTuple):
 def check_matryoshka(
     dims: Sequence[int] | None, weights: Sequence[float] | None, normalize: bool, width: int, **others: Any
 ) -> None:
-    """Refuse dimensions and weights that cannot be used. `others` are options that do not go with them, if truthy."""
+    """Refuse unusable dimensions and weights, and `others`: options that cannot be combined with them, if truthy."""
     name = "matryoshka_dims"
     if not isinstance(normalize, bool):
         remedy = "True divides each truncated row by its norm."
@@ -112,7 +112,7 @@ def _reciprocal_norms(x: Tensor, dims: tuple[int, ...], mask: Tensor | None, sta
 
 
 class _ReciprocalNorms(torch.autograd.Function):
-    """In the accumulation dtype, a few rows at a time."""
+    """Computes in the accumulation dtype, a few rows at a time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dims: tuple[int, ...], mask: Tensor | None, stand_in: Tensor | None) -> Tensor:
@@ -126,8 +126,8 @@ class _ReciprocalNorms(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, Tensor | None]:
         x, mask, factor = ctx.saved_tensors
-        full = ctx.needs_input_grad[3]
-        if not (full or ctx.needs_input_grad[0]):
+        wants_rows, _, _, full = ctx.needs_input_grad
+        if not (full or wants_rows):
             return None, None, None, None
         dx = torch.zeros(x.shape, dtype=grad.dtype, device=x.device)
         add_norm_grads_(dx, x, ctx.dims, factor, grad * factor)

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 class _Loss(nn.Module):
-    """Stores the keywords of a function; tensors of the batch are passed to the call."""
+    """Stores the keywords of a function; tensors of the batch go to the call."""
 
     def __init__(self, function: Callable[..., Any], **keywords: Any) -> None:
         super().__init__()

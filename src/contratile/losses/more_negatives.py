@@ -1,6 +1,4 @@
-"""Negatives beyond the keys of the batch, one tally for each source: extra keys, hard negatives, and the other queries
-and documents of `directions`.
-"""
+"""Negatives beyond the keys of the batch: extra keys, hard negatives, and what `directions` adds. One tally each."""
 
 from __future__ import annotations
 
@@ -24,7 +22,10 @@ from contratile.ring.ring import Ring
 
 
 def with_sums(x: Inputs, spec: Spec, options: PairOptions) -> Spec:
-    """Also sum scores over all keys, those of another id, or further positives. Statistics need only the rows' sums."""
+    """Ask for the sums of scores that the options need: over all keys, keys of other ids, or further positives.
+
+    Statistics need the rows' sums only.
+    """
     if options.several_positives:
         return spec if x.query_ids is None else spec._replace(sums="same")
     if not options.sums:
@@ -33,7 +34,7 @@ def with_sums(x: Inputs, spec: Spec, options: PairOptions) -> Spec:
 
 
 def products_with(x: Inputs, hard: Tensor, mask: Tensor | None, options: PairOptions) -> Tensor:
-    """The products of queries with negatives of their own [N, H], or for each dimension [N, H, dims]."""
+    """The products of each query with its own hard negatives [N, H]; with Matryoshka [N, H, dims]."""
     nested = options.matryoshka
     if nested is None:
         return own_products(x.query, hard, mask, x.stand_in)
@@ -57,7 +58,7 @@ def _more_keys(
     *,
     exclude_self: bool = False,
 ) -> Tally:
-    """What queries read from keys that hold no positive. `exclude_self`: query i is not compared with key i."""
+    """The tally of keys that contain no positive. `exclude_self`: query i is not compared with key i."""
     assert stats.pos is not None
     given = ids is not None
     more = x._replace(
@@ -84,7 +85,11 @@ def keys_of(hard: Tensor) -> Tensor:
 def shared_hard_negatives(
     x: Inputs, stats: PairStats, options: PairOptions, spec: Spec, ring: Ring, shared: Tensor
 ) -> Tally:
-    """Hard negatives that all queries are compared with, in one call unless a query's own weigh differently."""
+    """The tally of all queries against everybody's hard negatives.
+
+    One call of the engine. If a query's own hard negatives have another hardness, they are computed apart, and each
+    column of the others takes a call.
+    """
     hard, ids, bias = options.hard_negatives, options.hard_ids, options.hard_bias
     assert hard is not None
     if options.more.own == options.more.in_batch:
@@ -101,7 +106,7 @@ def shared_hard_negatives(
 
 
 def _columns(hard: Tensor, *more: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """One hard negative of each query after the other, with the same columns of other tensors."""
+    """Yield the columns: the first hard negative of every query, then the second, ..., with those of other tensors."""
     sides = [repeat(None) if x is None else x.unbind(1) for x in more]
     return zip(hard.unbind(1), *sides, strict=False)
 
@@ -114,7 +119,7 @@ def same_type(
     rings: Rings,
     shared: Tensor | None,
 ) -> list[Tensor]:
-    """Log-sum-exps, above the positives' scores, of queries over other queries, and of documents over documents."""
+    """Log-sum-exps minus the positives' scores: of queries over other queries, of documents over other documents."""
     pos, found = stats.pos, []
     assert pos is not None
 
@@ -141,7 +146,7 @@ def same_type(
 
 
 def _compared(x: Inputs, key: Tensor | None, ids: Tensor | None) -> Inputs:
-    """The same queries with other keys, and with their ids if these have some."""
+    """The same queries against other keys. Ids are compared only if the keys have some."""
     return x._replace(
         key=key, query_ids=None if ids is None else x.query_ids, key_ids=None if ids is None else ids.long()
     )
@@ -172,6 +177,7 @@ def own_hard_negatives(x: Inputs, stats: PairStats, options: PairOptions, hard: 
         counts = counts & (own_products(options.guide[0], options.hard_guide) <= limit.unsqueeze(1))
     if options.hard_bias is not None:
         scores = scores + with_axes(stats.of_nats(options.hard_bias.to(scores.dtype)), scores)
+        counts = counts & (scores > -torch.inf)
     # A finite floor, not -inf: a query whose every negative is masked has a gradient of 0 here, not NaN.
     floor = torch.finfo(scores.dtype).min / 2
     above = torch.where(counts, scores - stats.pos.unsqueeze(1), floor)

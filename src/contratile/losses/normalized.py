@@ -3,8 +3,8 @@
     look_once("clip_loss", (image, text), {"scale": 100.0})     # by every loss, on its first call with CPU features
     warn_not_normalized(call, norms, scale)                     # by a trainer, where it reads numbers anyway
 
-The losses do not normalise, and plain products (a scale of 1) may be large. A scale made for cosines with features of
-norms far above 1 is almost certainly a mistake.
+The losses do not normalise, and with a scale of 1 large products may be intended. But a scale meant for cosines,
+together with features of norms far above 1, is almost certainly a mistake.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ ROWS = 16
 """Rows of each side that are checked."""
 
 _looked: set[str] = set()
-"""Losses that were checked; `EVERY` after the warning."""
+"""Losses that were checked already; `EVERY` after the warning."""
 
 EVERY = "every loss"
 
 
 class NotNormalizedWarning(UserWarning):
-    """Features are far from norm 1, but the scale is made for cosines.
+    """Features have norms far from 1, but the scale is one for cosines.
 
     Turn it off with `warnings.filterwarnings("ignore", category=contratile.NotNormalizedWarning)`.
     """

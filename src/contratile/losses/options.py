@@ -48,13 +48,6 @@ class PairOptions(NamedTuple):
     matryoshka_normalize: bool = True
     hard_ids: Tensor | None = None
     more: Directions = Directions()
-
-    @property
-    def matryoshka(self) -> Matryoshka | None:
-        if self.matryoshka_dims is None:
-            return None
-        return Matryoshka.of(self.matryoshka_dims, self.matryoshka_weights, self.matryoshka_normalize)
-
     teacher: Teacher | None = None
     teacher_weight: float = 1.0
     teacher_temperature: float = 1.0
@@ -64,6 +57,21 @@ class PairOptions(NamedTuple):
     guide_margin_strategy: GuideMargin = "absolute"
     extra_guide: Tensor | None = None
     hard_guide: Tensor | None = None
+
+    @property
+    def matryoshka(self) -> Matryoshka | None:
+        if self.matryoshka_dims is None:
+            return None
+        return Matryoshka.of(self.matryoshka_dims, self.matryoshka_weights, self.matryoshka_normalize)
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is asked for beyond the loss of the features. Types go first: False is no number."""
+        return tuple(map(type, self)) == _TYPES and self == PLAIN
+
+    @property
+    def normalizes(self) -> bool:
+        return self.matryoshka_dims is not None and self.matryoshka_normalize
 
     @property
     def several_sources(self) -> bool:
@@ -88,7 +96,9 @@ class PairOptions(NamedTuple):
         return query_ids.long(), key_ids.long()
 
     def check(self, query: Tensor, key: Tensor, scale: Tensor | float, spec: Spec) -> None:
-        """Refuse what cannot be used, and combinations that mean nothing."""
+        """Refuse unusable values, and options that cannot be combined."""
+        if self.plain:
+            return
         self._check_ids(query, key)
         self._check_same_id()
         self._check_in_batch_negatives()
@@ -207,7 +217,7 @@ class PairOptions(NamedTuple):
         if not self.several_positives:
             return
         if self.ids is None:
-            remedy = "Pass ids=, which say which pairs are positive, or drop same_id=."
+            remedy = "Pass ids= to say which pairs are positive, or drop same_id=."
             bad_value("same_id='positive'", expected="ids= beside it", got="none", remedy=remedy)
         for name, given, why in (
             ("margin", self.margin is not None, "A margin is measured from one positive; there may be several."),
@@ -223,7 +233,7 @@ class PairOptions(NamedTuple):
             got = type(self.in_batch_negatives).__name__
             bad_type("in_batch_negatives", expected="True or False", got=got, remedy="True uses the other keys.")
         if not self.in_batch_negatives and not self.several_sources:
-            remedy = "Pass negatives in one of them: without any, every loss would be 0."
+            remedy = "Pass one of them: without any negatives, every loss would be 0."
             expected = "extra_keys= or hard_negatives= beside it"
             bad_value("in_batch_negatives=False", expected=expected, got="neither", remedy=remedy)
 
@@ -242,7 +252,7 @@ class PairOptions(NamedTuple):
             check_bias(name, bias, shape, query.device)
             for other, given in (("label_smoothing", self.label_smoothing), ("same_id", self.several_positives)):
                 if given:
-                    remedy = "Targets that keys share are means of scores, which are summed without biases. Drop one."
+                    remedy = "A target shared by several keys is a mean of scores without biases. Drop one of the two."
                     bad_value(f"{name} and {other}", expected="one of them", got="both", remedy=remedy)
 
     def _check_hard_negatives(self, query: Tensor) -> None:
@@ -301,6 +311,10 @@ class PairOptions(NamedTuple):
         more = () if self.more.plain else self.more
         nested = () if self.matryoshka is None else self.matryoshka
         return " ".join([*used, *map(str, (*values, *more, *nested, *named_models(self)))])
+
+
+PLAIN = PairOptions()
+_TYPES = tuple(map(type, PLAIN))
 
 
 def check_weights(weights: Tensor, n: int, device: torch.device) -> None:

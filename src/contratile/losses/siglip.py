@@ -83,13 +83,12 @@ def siglip_loss(
         bias: The logit bias: a number, or a 0-d tensor that may need a gradient.
         ids: Integers, one per pair, or (image_ids, text_ids): texts that share the image's id (duplicates, several
             captions of one image) are not its negatives.
-        same_id: "exclude" drops pairs of equal id, except an image's own text. "positive" turns their sign: they are
-            positives too.
+        same_id: "exclude" drops pairs of equal id, except an image's own text. "positive" makes them positives too.
         matryoshka_dims: Sum the loss over the first 64, 128, ... features of every row, in one product: numbers in any
             order, with or without all features. Not with return_stats or cache_bytes.
         matryoshka_weights: A weight for each of these losses; 1 each by default. The sum is not divided by them.
-        matryoshka_normalize: Divide each truncated row by its norm, so that scores are cosines: with `matryoshka_dims`
-            losses do normalise. False takes plain products.
+        matryoshka_normalize: Divide each truncated row by its norm, so that scores are cosines. False uses plain
+            products.
         return_stats: Return (loss, `BatchStats`) with top-1 accuracy, ranks and mean logits.
         group: "auto" (the default process group if one is initialised), None (this process alone) or a process group.
             Over several ranks the loss and its backward are collective: every rank calls both.
@@ -117,7 +116,8 @@ def siglip_loss(
         >>> loss = ct.siglip_loss(image, text, 10.0, -10.0)
     """
     options = PairOptions(
-        *(ids, same_id),
+        ids=ids,
+        same_id=same_id,
         return_stats=return_stats,
         matryoshka_dims=matryoshka_dims,
         matryoshka_weights=matryoshka_weights,

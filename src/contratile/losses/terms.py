@@ -1,4 +1,4 @@
-"""What the losses are made of: scores as tensors, and log-sum-exps above the positives."""
+"""Small steps that losses share: numbers as tensors, and log-sum-exps minus the positives' scores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
 
 
 def without_bias(stats: PairStats, x: Inputs) -> Tensor:
-    """The positives' scores as sums have them."""
+    """The positives' scores without `key_bias`, as they enter sums of scores."""
     assert stats.pos is not None and x.labels is not None
     if x.key_bias is None:
         return stats.pos
@@ -29,17 +29,21 @@ def without_bias(stats: PairStats, x: Inputs) -> Tensor:
 
 
 def with_axes(x: Tensor, like: Tensor) -> Tensor:
-    """One value per pair, beside those of several dimensions."""
+    """A value per pair, with trailing axes of size 1 to broadcast against `like` [N, dims]."""
     return x.reshape(*x.shape, *(1 for _ in range(like.dim() - x.dim())))
 
 
 def tally_of(
     side: SideStats, pos: Tensor, spared: Tensor | None, plain: Tensor | None = None, *, own: bool = True
 ) -> Tally:
-    """One side of the statistics.
+    """The tally of one side of the statistics.
 
-    Sums over keys of another id lack the positives of the same id (`spared`): these are added, without bias (`plain`).
-    `own`: the positives are among the keys.
+    Args:
+        side: Rows or columns.
+        pos: The positives' scores.
+        spared: Positives of the query's own id. Sums over other ids leave them out, so they are added here.
+        plain: The positives' scores without bias.
+        own: The positives are among the keys.
     """
     total, count = side.sums, side.counts
     if total is not None and count is not None and spared is not None:
@@ -49,15 +53,15 @@ def tally_of(
 
 
 def lse_above(level: Tensor, side: SideStats, *, floor: bool = True) -> Tensor:
-    """The log-sum-exp minus a level close to it, with the digits that the log-sum-exp alone has no room for.
+    """The log-sum-exp minus a level close to it, with more digits than the rounded log-sum-exp alone has.
 
-    `floor`: the level is a term of the sum, or a mean of such terms, and so never above the log-sum-exp.
+    `floor`: the level is a term of the sum, or a mean of terms, so the difference is never negative.
     """
     assert side.total is not None
     above = side.total - level
     if side.slack is None:
         return lifted(above) if floor else above
-    value = above.detach()  # the same memory: what follows is constant and needs no gradient
+    value = above.detach()  # shares memory: the correction is a constant, which needs no gradient
     value.sub_(side.slack.log2())
     if floor:
         value.clamp_min_(0)
@@ -65,7 +69,7 @@ def lse_above(level: Tensor, side: SideStats, *, floor: bool = True) -> Tensor:
 
 
 def lifted(losses: Tensor) -> Tensor:
-    """Lift losses that rounding made negative to 0; the gradient stays."""
+    """Replace losses that rounding made negative by 0; the gradient stays."""
     return losses - losses.detach().clamp(max=0)
 
 

@@ -50,7 +50,7 @@ class TowerConfig:
     """Side whose backbone is frozen (LiT: image, the left side). Its outputs are computed once and cached."""
 
     unlock: int = 0
-    """Last blocks of a locked backbone to train all the same, with all that follows them (final norm, projection)."""
+    """Train this many last blocks of a locked backbone, and what follows them (final norm, projection)."""
 
     head: Head = "none"
     """Trainable layers on top of each backbone; residual adds to the backbone's features, initially zero."""
@@ -318,6 +318,10 @@ def build_towers(
         remedy = "Pass --head linear or mlp, or lock one side only."
         bad_value("lock", expected="something left to train", got=repr(config.lock), remedy=remedy)
     return towers
+
+
+RECIPE_FILES = (WordTokenizer.FILE,)
+"""What `save_recipe` may write."""
 
 
 def save_recipe(towers: Towers, folder: Path) -> None:

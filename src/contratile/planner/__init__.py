@@ -1,4 +1,4 @@
-"""What a run will need, before it starts: GPUs and their rates, and the time of the kernels. All of it is predicted.
+"""Predicts what a run will need, before it starts: GPUs and their rates, and the time of the kernels.
 
 >>> from contratile import planner
 >>> step = planner.predict("A100", n=32768, d=512)

@@ -1,10 +1,10 @@
-"""Two small chunks, run for real on this machine: what their definition cannot tell.
+"""Calibrates a plan with two small chunks that are run for real on this machine.
 
     found = calibrate(sides, work, devices)
     work = replace(work, measured=found.memory)
 
 The allocator, threads and scratch memory of operators decide how much more than the counted bytes a process holds, and
-caches how fast operators are. Both are fitted as lines through two chunks and extended to larger ones.
+caches decide how fast operators are. Both are fitted as lines through the two chunks and extrapolated to larger ones.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from contratile.host_memory import peak_growth
 from contratile.losses.modules import ClipLoss
 from contratile.planner.cpu_rates import process_clock
 from contratile.planner.devices import Devices
-from contratile.planner.encoder_cost import DTYPES, Precision
+from contratile.planner.encoder_cost import DTYPES, EncoderPrecision
 from contratile.planner.memory import device_memory
 from contratile.planner.step_seconds import StepSeconds, step_seconds
-from contratile.planner.tower_inputs import Side
+from contratile.planner.tower_inputs import EncoderExample
 from contratile.planner.workload import Line, Workload
 
 TARGETS = (100 << 20, 200 << 20)
@@ -36,7 +36,7 @@ REPEATS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What two small steps took."""
+    """What two small steps needed."""
 
     memory: Line
     """Chunks: measured bytes, by counted ones."""
@@ -48,7 +48,7 @@ class Calibration:
     """Rows of the two chunks."""
 
     def corrected_time(self, found: StepSeconds) -> StepSeconds:
-        """A step whose encoders take as long as measured."""
+        """Return the step with encoders that take as long as measured."""
         names = ("encode", "encode again", "backward")
         terms = [
             replace(term, seconds=term.seconds * (self.seconds if term.name in names else 1.0)) for term in found.terms
@@ -57,7 +57,7 @@ class Calibration:
 
 
 def calibrate(
-    sides: Sequence[Side],
+    sides: Sequence[EncoderExample],
     work: Workload,
     devices: Devices,
     notify: Callable[[str], object] = lambda text: None,
@@ -109,7 +109,7 @@ def _rows(work: Workload, target: float) -> int:
 
 
 def _line(counted: Sequence[float], measured: Sequence[float]) -> Line:
-    """Through both points if it rises as a line of bytes should; else through the larger one and zero."""
+    """The line through both points if it rises; otherwise the line through the larger one and zero."""
     rise = counted[1] - counted[0]
     slope = (measured[1] - measured[0]) / rise if rise > 0 else 0.0
     offset = measured[1] - slope * counted[1]
@@ -123,7 +123,7 @@ def _step(
     encoders: list[nn.Module],
     inputs: list[Nest],
     parameters: Sequence[tuple[nn.Parameter, Tensor | None]],
-    precision: Precision,
+    precision: EncoderPrecision,
 ) -> tuple[int, float]:
     """The peak of two steps beyond what there was before, gradients included, and the seconds of the faster one."""
     cache = GradCache(encoders, ClipLoss(group=None), chunk_size=1 << 30, group=None)
@@ -148,7 +148,7 @@ def _step(
 
 
 def materialised(module: nn.Module) -> nn.Module:
-    """A module with random weights in place of those it lacks; one that has all its weights is returned as it is."""
+    """The module with random weights for those it lacks. A module with all its weights is returned unchanged."""
     if not any(x.is_meta for x in (*module.parameters(), *module.buffers())):
         return module
     import copy

@@ -55,7 +55,7 @@ class KernelCost:
     """All other instructions executed per score, the product's own aside."""
 
     fp32: float = 0.0
-    """How many of `other` are fp32 additions, products and FMAs."""
+    """How many of `other` are fp32 additions, multiplications and FMAs."""
 
     counted: Arch = 80
     """The architecture whose code was counted."""
@@ -89,9 +89,19 @@ SECOND_GENERATION: Costs = _costs(kernel_costs.SECOND_GENERATION)
 def candidates(gpu: Gpu, kernel: KernelName, kind: str, costs: Costs = SECOND_GENERATION) -> tuple[KernelCost, ...]:
     """The launch candidates of a kernel on a GPU's architecture.
 
-    >>> from contratile.planner.gpus import find
-    >>> len(candidates(find("A100"), "forward", "16-bit")) >= 2
-    True
+    Args:
+        gpu: Where the kernel runs.
+        kernel: "forward" or "gradient".
+        kind: How features are multiplied, for example "16-bit" or "tf32".
+        costs: A generation of kernels; by default today's.
+
+    Returns:
+        The candidates, the default first.
+
+    Example:
+        >>> from contratile.planner.gpus import find
+        >>> len(candidates(find("A100"), "forward", "16-bit")) >= 2
+        True
     """
     kind = gpu.kind(kind)
     return tuple(cost for cost in costs[gpu.arch] if cost.kernel == kernel and cost.kind == kind)

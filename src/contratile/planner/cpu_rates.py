@@ -1,12 +1,12 @@
-"""What this machine's processor reaches, measured, and the seconds that operators take by it.
+"""Measures the rates of this machine's processor, and estimates the seconds of operators from them.
 
     rates = cpu_rates()                          # a second or two, once per process
-    with fake_tensors(), LiveBytes(clock=CpuClock(rates, rates.flops["fp32"], mapped_from=32 << 20)) as live:
+    with fake_tensors(), LiveBytes(clock=OperatorClock(rates, rates.flops["fp32"], mapped_from=32 << 20)) as live:
         model(inputs)
     live.seconds
 
-Primitives are measured, never models: products of several sizes, additions in and out of cache, operators that compute
-more than they move, pages that are touched for the first time, and an operator that does nothing.
+Only primitives are measured, never models: products of several sizes, additions in and out of cache, operators bound by
+compute, pages that are touched for the first time, and an operator that does nothing.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ EDGES = (16, 32, 64, 256, 1024)
 STREAMS = (1 << 16, 1 << 20, 1 << 24)
 """Elements of the additions."""
 ROWS, COLUMNS = (1, 60), 256
-"""Shapes of operators that are bound by compute: small enough for malloc to reuse memory however it is set."""
+"""Shapes of operators that are bound by compute: small enough for malloc to reuse memory with any of its settings."""
 RUNS, LEAST = 5, 0.004
-"""A primitive's median of so many runs, of so many seconds each: a step of training has no best moments either."""
+"""Runs of a primitive, and seconds of each. The median counts, because a training step is never all best moments."""
 
 Curve = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
 class CpuRates:
-    """What this machine reaches with the threads of this process."""
+    """The rates of this machine with the threads of this process."""
 
     flops: Mapping[str, float]
     """Flops per second of large products, by precision."""
@@ -53,16 +53,16 @@ class CpuRates:
     """(bytes that an addition reads and writes, bytes per second), ascending."""
 
     elements: Mapping[str, float]
-    """Seconds per element of operators that compute more than they move."""
+    """Seconds per element of operators that are bound by compute."""
 
     fault: float
     """Seconds per byte of memory that is touched for the first time."""
 
     operator: float
-    """Seconds of an operator besides its work, autograd included."""
+    """Fixed seconds of an operator, autograd included."""
 
 
-class CpuClock:
+class OperatorClock:
     """Seconds of operators by their shapes.
 
     Args:
@@ -102,7 +102,7 @@ class CpuClock:
         return self.sharing * (max(computed, moved) + rates.operator)
 
     def faults(self, size: float) -> float:
-        """Seconds that touching so many new bytes takes."""
+        """Seconds that it takes to touch this many new bytes."""
         return self.sharing * self.rates.fault * size
 
 
@@ -112,7 +112,7 @@ def mapped_from(keeps_freed: bool) -> int:
 
 
 def interpolated(curve: Curve, at: float) -> float:
-    """A value on the line between neighbours, over the logarithm of the position; beyond the ends that of the end."""
+    """Interpolate linearly between neighbours, over the logarithm of the position; constant beyond the ends."""
     for (low, first), (high, second) in pairwise(curve):
         if at < high:
             share = max(0.0, math.log(max(at, 1.0) / low) / math.log(high / low))
@@ -152,7 +152,7 @@ FAMILY = {
     "native_group_norm_backward": "native_layer_norm_backward",
     "native_batch_norm_backward": "native_layer_norm_backward",
 }
-"""Operators that are taken to cost as much as one that is measured."""
+"""Operators that are assumed to cost as much as a measured one."""
 
 
 def _computed(rows: int) -> dict[str, Callable[[], object]]:
@@ -178,7 +178,7 @@ def _computed(rows: int) -> dict[str, Callable[[], object]]:
 
 @cache
 def cpu_rates() -> CpuRates:
-    """Measure this machine with the threads of this process; what was measured is kept."""
+    """Measure this machine with the threads of this process, once per process."""
     clock = process_clock()
     with torch.no_grad():
         products = [(2.0 * edge**3, _product_rate(edge, clock)) for edge in EDGES]
@@ -204,7 +204,7 @@ def cpu_rates() -> CpuRates:
 
 
 def process_clock() -> Callable[[], float]:
-    """With one thread, processor time of this process, which other processes do not add to; otherwise wall time."""
+    """With one thread the processor time of this process, which other processes do not inflate; otherwise wall time."""
     return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
@@ -238,7 +238,7 @@ def _stream(elements: int, clock: Callable[[], float]) -> tuple[float, float]:
 
 
 def _fault(blank: Tensor, clock: Callable[[], float]) -> float:
-    """Pages are mapped by hand: malloc may have memory left that was touched before."""
+    """Pages are mapped by hand, because malloc may reuse memory that was touched before."""
     warm = call_seconds(lambda: blank.fill_(0.0), clock)
 
     def new() -> None:

@@ -4,7 +4,7 @@
     parse_devices("8xA800-80G")
     parse_devices("cpu")              # this machine; its rates are measured, which takes a second or two
 
-GPUs come from the one table (`gpus.find`); whatever is passed by hand replaces what the table says.
+GPUs come from the table in `gpus.find`; figures passed by hand replace the table's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from contratile.errors import bad_value
 from contratile.host_memory import available_bytes, returns_freed
-from contratile.planner.cpu_rates import CpuClock, CpuRates, cpu_rates, mapped_from
+from contratile.planner.cpu_rates import CpuRates, OperatorClock, cpu_rates, mapped_from
 from contratile.planner.gpus import Gpu, find
 from contratile.planner.tile_time import DEFAULT
 
@@ -25,18 +25,18 @@ GB = 10**9
 RESERVE = 8 * GB // 10
 """Assumed: device memory of the CUDA context, of libraries and of communication buffers."""
 UNREUSED_SHARE = 0.04
-"""Assumed: share of the activations that a GPU's caching allocator loses to blocks of unfitting sizes."""
+"""Assumed: share of the activations that a GPU's caching allocator loses to fragmentation."""
 NETWORK = 25e9
 """Assumed: bytes per second of each device's link to other nodes, 200 Gbit/s."""
 HOST_SHARE = 2.0
 """Assumed: host memory of a node over the device memory of its GPUs."""
 GPU_OPERATOR = 6e-6
-"""Assumed: seconds that an operator takes besides its work."""
+"""Assumed: fixed seconds of an operator."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """Equal devices in equal nodes."""
+    """The devices of a run: equal devices in equal nodes."""
 
     name: str
     nodes: int = 1
@@ -51,13 +51,13 @@ class Devices:
     """Bytes of a node's host memory; on a CPU they are the devices' memory."""
 
     flops: Mapping[str, float]
-    """Flops per second that large products reach, by precision: fp32, bf16, fp16."""
+    """Flops per second of large matrix products, by precision: fp32, bf16, fp16."""
 
     bandwidth: float
-    """Bytes per second of device memory that other operators reach."""
+    """Bytes per second of device memory in other operators."""
 
     operator_seconds: float = GPU_OPERATOR
-    """Seconds that each operator takes besides its work."""
+    """Fixed seconds of each operator."""
 
     link: float
     """Bytes per second that a device sends to others of its node."""
@@ -70,10 +70,10 @@ class Devices:
 
     on_cpu: bool = False
     cpu: CpuRates | None = None
-    """What a CPU reaches by kind and size of operators, all its processes together."""
+    """Rates of a CPU by kind and size of operators, for all its processes together."""
 
     keeps_freed: bool = False
-    """On a CPU: malloc keeps freed memory, as it does unless it is told otherwise (`host_memory.returns_freed`)."""
+    """On a CPU: malloc keeps freed memory, which is its default (`host_memory.returns_freed`)."""
 
     sources: tuple[str, ...] = ()
     """Where the figures come from."""
@@ -87,12 +87,12 @@ class Devices:
         """Bytes of a device for the run."""
         return self.memory - self.reserve
 
-    def clock(self, precision: str) -> CpuClock | None:
+    def clock(self, precision: str) -> OperatorClock | None:
         """Estimates the seconds of a CPU's operators; None on other devices."""
         if self.cpu is None:
             return None
         flops = self.flops[precision] * self.per_node
-        return CpuClock(self.cpu, flops, mapped_from=mapped_from(self.keeps_freed), sharing=self.per_node)
+        return OperatorClock(self.cpu, flops, mapped_from=mapped_from(self.keeps_freed), sharing=self.per_node)
 
 
 def parse_devices(

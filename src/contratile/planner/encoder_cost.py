@@ -3,8 +3,8 @@
     cost = encoder_cost(module, inputs, rows=(32, 64))
     cost.at(256).peak                                        # bytes: forward and backward of 256 rows
 
-The module may have real weights or none (built on the meta device): only shapes are used. Between and beyond the two
-counted numbers of rows all figures are linear.
+The module may have real weights or none (built on the meta device): only shapes are used. Two numbers of rows are
+counted; figures for others are linear in the rows.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from contratile.grad_cache.chunks import Nest, call, count_rows, map_tensors, te
 from contratile.models.base import Pixels
 from contratile.models.pretrained import first_line
 from contratile.models.towers import LockedTowerHead, Tower
-from contratile.planner.cpu_rates import CpuClock
+from contratile.planner.cpu_rates import OperatorClock
 from contratile.planner.live_bytes import LiveBytes
 
-Precision = Literal["fp32", "bf16", "fp16"]
+EncoderPrecision = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 HOLE_SHARE = 0.58
@@ -39,19 +39,19 @@ those of the benchmark (see docs/plan.md)."""
 
 @dataclass(frozen=True, kw_only=True)
 class PassCost:
-    """Passes of one chunk through one encoder. Bytes and operations; weights, gradients and inputs are not counted."""
+    """Bytes and operations of one chunk in one encoder. Weights, gradients and inputs are not counted."""
 
     rows: int
     """Rows of the chunk."""
 
     encode_peak: float
-    """Forward pass of the first chunk, which is recorded to see what is trained; others need less."""
+    """Forward pass of the first chunk, which records a graph to see what is trained; others need less."""
 
     peak: float
     """Forward and backward pass."""
 
     unreused: float
-    """Freed memory that a CPU's allocator holds at that time besides."""
+    """Freed memory that a CPU's allocator still holds at that time."""
 
     forward_flops: float
     backward_flops: float
@@ -69,7 +69,7 @@ class PassCost:
     encode_seconds: float
     forward_seconds: float
     backward_seconds: float
-    """On a CPU whose rates are known, otherwise 0: forward pass without gradients, with them, and backward pass."""
+    """Seconds of the forward pass without gradients, with them, and of the backward pass; 0 unless a clock is given."""
 
     input_bytes: float
     """The chunk's inputs."""
@@ -102,7 +102,7 @@ class EncoderCost:
         return self.trained_bytes > 0
 
     def at(self, rows: float) -> PassCost:
-        """Figures of any number of rows, on the line through the two that were counted."""
+        """Figures for any number of rows, on the line through the two that were counted."""
         if rows == self.large.rows or self.small.rows == self.large.rows:
             return self.large
         share = (rows - self.small.rows) / (self.large.rows - self.small.rows)
@@ -118,9 +118,9 @@ def encoder_cost(
     inputs: Nest,
     *,
     rows: tuple[int, int],
-    precision: Precision = "fp32",
+    precision: EncoderPrecision = "fp32",
     on_cpu: bool = True,
-    clock: CpuClock | None = None,
+    clock: OperatorClock | None = None,
     notify: Callable[[str], object] = lambda text: None,
 ) -> EncoderCost:
     """Count what chunks cost in an encoder.
@@ -166,7 +166,7 @@ def _listed(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _passes(
-    module: nn.Module, inputs: Nest, rows: int, precision: Precision, on_cpu: bool, clock: CpuClock | None
+    module: nn.Module, inputs: Nest, rows: int, precision: EncoderPrecision, on_cpu: bool, clock: OperatorClock | None
 ) -> tuple[PassCost, int]:
     with fake_tensors() as fake:
         encoder = fake_module(module)
@@ -214,7 +214,7 @@ def _work(live: LiveBytes) -> dict[str, float]:
 def _features(encoder: nn.Module, chunk: Nest, rows: int) -> Tensor:
     try:
         found = call(encoder, chunk)
-    except Exception as error:  # whatever a model raises that needs values
+    except Exception as error:  # a model that needs values may raise anything
         remedy = "Pass sample_inputs= that fit its forward; models whose shapes depend on values cannot be planned."
         why = first_line(error)
         raise ValueError(f"model: expected one that runs on fake tensors, got {why}. {remedy}") from error
@@ -225,7 +225,7 @@ def _features(encoder: nn.Module, chunk: Nest, rows: int) -> Tensor:
 
 
 @contextmanager
-def _running(precision: Precision, on_cpu: bool) -> Iterator[None]:
+def _running(precision: EncoderPrecision, on_cpu: bool) -> Iterator[None]:
     with ExitStack() as stack:
         if not on_cpu:
             stack.enter_context(_FusedAttention())
@@ -235,7 +235,7 @@ def _running(precision: Precision, on_cpu: bool) -> Iterator[None]:
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Attention without dropout: fused kernels of GPUs draw it inside, so that it takes no memory."""
+    """Count attention without dropout: fused GPU kernels draw it inside and need no memory for it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = dict(kwargs or {})

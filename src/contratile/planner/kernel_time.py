@@ -22,7 +22,7 @@ from contratile.errors import bad_value
 from contratile.planner.candidates import KernelCost
 from contratile.planner.gpus import Gpu, find
 from contratile.planner.tile_time import DEFAULT, Assumptions, TileWork, grid_clocks, tile_clocks
-from contratile.planner.traffic import Step
+from contratile.planner.traffic import StepTraffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +88,12 @@ def kernel_time(
     if blocks == 0:
         bad_value("cost", expected=f"a block that fits on {gpu.name}", got=cost, remedy="Use a smaller tile.")
     itemsize = 2 if cost.kind == "16-bit" else 4
-    step = Step(n, d, itemsize, cost.config, gpu.processors, workspace)
+    step = StepTraffic(n, d, itemsize, cost.config, gpu.processors, workspace)
     traffic = step.forward() if cost.kernel == "forward" else step.gradient()
     work = _work(cost, d, itemsize, step.interior(cost.kernel))  # other launches are small
     if cost.kernel == "forward":
         cut = cut_forward(n, n, cost.config, processors=gpu.processors, fields=2, workspace=workspace)
-        groups, per_program = pieces(step.col_blocks, cut.blocks), cut.span // cost.m
+        groups, per_program = lengths_of_pieces(step.col_blocks, cut.blocks), cut.span // cost.m
         grids = [(count * cut.splits, times) for count, times in groups]
         waves = sum(-(-programs // (gpu.processors * blocks)) * times for programs, times in grids)
         launches = 2 + 4 * sum(times for _, times in grids)  # positives, bounds; of a chunk: fast, careful, merges
@@ -102,8 +102,8 @@ def kernel_time(
         rows, cols = cut_backward(n, n, cost.config, itemsize=itemsize, symmetric=False, workspace=workspace)
         grids = [
             (-(-down // cost.m) * -(-across // cost.n), times * more)
-            for down, times in pieces(n, rows)
-            for across, more in pieces(n, cols)
+            for down, times in lengths_of_pieces(n, rows)
+            for across, more in lengths_of_pieces(n, cols)
         ]
         per_program, launches = 1, 3 + 2 * sum(times for _, times in grids)  # bounds, weights; fast and careful
         stored = 0.0 if stays_in_l2(gpu, rows * cols * itemsize) else float(itemsize * n * n)
@@ -149,7 +149,7 @@ def _work(cost: KernelCost, d: int, itemsize: int, l2_bytes: float) -> TileWork:
     )
 
 
-def pieces(total: int, size: int) -> list[tuple[int, int]]:
+def lengths_of_pieces(total: int, size: int) -> list[tuple[int, int]]:
     """Lengths of the pieces of `total`, and how many of each there are."""
     whole, rest = divmod(total, size)
     return [(length, times) for length, times in ((size, whole), (rest, 1)) if length and times]

@@ -1,9 +1,8 @@
-"""Time of a library product (cuBLAS, hipBLASLt) from its roofline.
+"""Time of a matrix product by a library (cuBLAS, hipBLASLt), from its roofline.
 
-The library is given the best of some output tiles and of 1, 2 or 4 splits of the inner dimension. A multiprocessor
-works on one tile at a time, so products whose tiles do not fill the last wave lose. Tensor cores reach the sustained
-share of their peak, operands come through L2 (shared within clusters) and DRAM, and whatever takes longest hides the
-rest.
+The library is assumed to choose the best of some output tiles and of 1, 2 or 4 splits of the inner dimension. A
+multiprocessor works on one tile at a time, so a partial last wave wastes time. Tensor cores reach the sustained share
+of their peak, operands come through L2 (shared within clusters) and DRAM, and the slowest of these hides the others.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ SPLITS = (1, 2, 4)
 
 @dataclass(frozen=True, kw_only=True)
 class LibraryTime:
-    """Seconds of a product (a prediction): of each limit alone, and together."""
+    """Predicted seconds of a product: of each limit alone, and together."""
 
     product: float
     """Flops at the sustained rate, with idle multiprocessors of the last wave."""

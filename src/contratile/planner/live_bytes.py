@@ -1,4 +1,4 @@
-"""Memory, products and traffic of code that runs on fake tensors: shapes and lifetimes are real, nothing is computed.
+"""Counts memory, flops and traffic of code that runs on fake tensors: shapes and lifetimes without any computation.
 
     with fake_tensors(), LiveBytes() as live:
         model(inputs).sum().backward()
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from contratile.planner.cpu_rates import CpuClock
+from contratile.planner.cpu_rates import OperatorClock
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves modes unannotated
@@ -29,17 +29,17 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         now: Bytes that are alive.
         peak: Most bytes that were alive at once.
         peak_with_holes: Most of `now` plus `holes * hole_share`.
-        holes: Bytes freed while autograd was recording, as far as their neighbours are still there. See `HOLE_SHARE`.
+        holes: Bytes freed while autograd was recording, whose neighbours are still alive. See `HOLE_SHARE`.
         flops: Floating point operations of products, convolutions and attention.
         product_bytes: Bytes that those operators read and wrote.
         moved: Bytes that all other operators read and wrote, views not counted.
         operators: Operators that read or wrote anything.
         seconds: Of all operators, as a clock estimates them.
-        grown_seconds: How many of them touch memory that later passes of the same size need not touch anew: what a pass
-            without gradients, which keeps nothing, does not grow by.
+        grown_seconds: The part of them spent on new pages where the heap grows. A pass without gradients keeps nothing
+            and does not grow the heap, so it does not need them.
     """
 
-    def __init__(self, hole_share: float = 0.0, clock: CpuClock | None = None) -> None:
+    def __init__(self, hole_share: float = 0.0, clock: OperatorClock | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.hole_share, self.clock = hole_share, clock
         self.seconds = self.grown_seconds = 0.0
@@ -76,7 +76,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         self._note()
 
     def _touch(self, size: int) -> None:
-        """Large tensors get new pages; small ones do if they make the heap grow."""
+        """Large tensors get new pages; small ones only if they make the heap grow."""
         if self.clock is None:
             return
         if size >= self.clock.mapped_from:
@@ -120,7 +120,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
 
 
 def _some_value(x: Tensor) -> float | int | bool:
-    """What code gets that reads a number from a tensor: a half, one or true, since there are no values."""
+    """The number that code reads from a tensor: 0.5, 1 or True, since there are no values."""
     return 0.5 if x.is_floating_point() else x.dtype == torch.bool or 1
 
 

@@ -1,7 +1,7 @@
 """How much memory a loss needs beyond features and their gradients: tiled, and dense for comparison.
 
-    tiled_loss_bytes(4096, 512)           # what contratile's loss works in
-    dense_loss_bytes(4096)                # what a loss that holds all scores at once works in
+    tiled_loss_bytes(4096, 512)           # Contratile's loss
+    dense_loss_bytes(4096)                # a loss that holds all scores at once
 
 Both are computed, not measured. `contratile bench loss` measures them.
 """

@@ -35,7 +35,7 @@ LossMethod = Literal["ours"] | Peer
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """One thing that memory is needed for."""
+    """One item of the memory, such as weights or activations."""
 
     name: str
     bytes: float
@@ -48,11 +48,11 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Terms of one kind of memory."""
+    """The terms of one kind of memory: device, host or disk."""
 
     terms: tuple[Term, ...]
     available: float
-    """Bytes that there are; inf if unknown."""
+    """Bytes available; inf if unknown."""
 
     def at(self, phase: Phase) -> float:
         """Bytes held in a phase."""
@@ -69,7 +69,7 @@ class Memory:
 
     @property
     def left(self) -> float:
-        """What remains of `available`; negative if it does not fit."""
+        """`available` minus the peak; negative if the step does not fit."""
         return self.available - self.peak
 
     @property
@@ -78,7 +78,7 @@ class Memory:
 
 
 def device_memory(work: Workload, devices: Devices, loss: LossMethod = "ours") -> Memory:
-    """What one device holds.
+    """The memory of one device.
 
     Args:
         work: The step.
@@ -166,7 +166,7 @@ def _chunk_terms(work: Workload, devices: Devices) -> Sequence[Term]:
 
 
 def buffer_rows(rows: int, chunk: int) -> int:
-    """Rows that the buffer of features has room for: it doubles, since the loader does not tell how many will come."""
+    """Rows that the buffer of features has room for. It doubles as it fills, because the total is not known."""
     room = 0
     while room < rows:
         room = 2 * min(rows, (room // chunk + 1) * chunk)  # the first chunk that does not fit doubles it
@@ -278,7 +278,7 @@ def _loss_terms(work: Workload, devices: Devices) -> Sequence[Term]:
 
 
 def over_nodes(work: Workload, devices: Devices) -> bool:
-    """Whether the ring of the loss goes over nodes."""
+    """Whether the loss uses the ring over nodes."""
     return work.loss.ring != "flat" and devices.nodes > 1 and devices.per_node > 1
 
 
@@ -294,7 +294,7 @@ def _peer_terms(work: Workload, loss: Peer) -> Sequence[Term]:
 
 
 def host_memory(work: Workload, devices: Devices) -> Memory:
-    """What a node's host memory holds for all of its devices. On a CPU it is the device's memory, and empty here."""
+    """The host memory of a node, for all of its devices. Empty on a CPU, where it is the devices' memory."""
     terms = []
     if not devices.on_cpu:
         many = devices.per_node
@@ -310,7 +310,7 @@ def host_memory(work: Workload, devices: Devices) -> Memory:
 
 
 def disk_memory(work: Workload, devices: Devices) -> Memory:
-    """What the disk of a node holds during a step."""
+    """The disk space of a node during a step."""
     terms = []
     if work.offload == "disk":
         size = devices.per_node * input_bytes(work, work.share)

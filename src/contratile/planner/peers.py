@@ -8,8 +8,8 @@ True
 N pairs in all, n = N / P on each rank, D features. Each line of the tables below is a tensor that can be found in the
 code of open_clip_torch 3.3.0 (`open_clip/loss.py`) or inf-cl 1.2.1 (`inf_cl/ring.py`, `flash.py`). Vectors of length n
 or N (labels, log-sum-exps) are left out. The code is run as its package intends, without autocast around the loss:
-tensors of open_clip have the dtype of the features, those of Inf-CL are fp32. Under autocast open_clip's features are
-fp32 all the same, because `F.normalize` promotes them.
+tensors of open_clip have the dtype of the features, those of Inf-CL are fp32. Under autocast, too, open_clip's features
+are fp32, because `F.normalize` promotes them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Literal, get_args
 from contratile.errors import check_choice, check_count
 
 Peer = Literal["clip", "open_clip", "inf_cl"]
-Shape = Literal["N x N", "n x N", "N x D", "n x D"]
+TensorShape = Literal["N x N", "n x N", "N x D", "n x D"]
 FP32 = 4
 
 
@@ -30,7 +30,7 @@ class Held:
 
     what: str
     number: int
-    shape: Shape
+    shape: TensorShape
     itemsize: int | None = None
     """Bytes of an element; None: those of the features."""
 
@@ -46,7 +46,7 @@ class Sizes:
 
     @property
     def local(self) -> int:
-        """Pairs of the rank that has most."""
+        """Pairs of the rank with the most pairs."""
         return -(-self.batch // self.ranks)
 
     def bytes_of(self, held: Held) -> int:
@@ -57,7 +57,7 @@ class Sizes:
 
 
 Moment = tuple[Held, ...]
-"""What is held at a point of the step that can be its peak."""
+"""The tensors that are alive at a moment of the step that may be its peak."""
 
 CLIP: tuple[Moment, ...] = (
     (  # backward of the first cross entropy
@@ -107,7 +107,7 @@ _INF_CL_SAVED: Moment = (
     Held("gradients of query and key through the positives", 2, "n x D", FP32),
 )
 _INF_CL_CASTS = Held("fp32 copies of the keys of both directions", 2, "n x D", FP32)
-"""Of features that are not fp32. Those of the queries take the place of scale * query."""
+"""fp32 copies of features in other dtypes. Those of the queries replace scale * query."""
 
 
 def _inf_cl(sizes: Sizes) -> tuple[Moment, ...]:

@@ -1,4 +1,4 @@
-"""A picture of a plan: what each phase of a step holds, against the memory that there is."""
+"""A picture of a plan: the memory of each phase of a step beside the memory available."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from contratile.data.files import written_whole
 from contratile.planner.memory import PHASES
-from contratile.planner.plan_text import heading, size
+from contratile.planner.plan_text import decimal_size, heading
 
 if TYPE_CHECKING:
     from contratile.planner.run_plan import Plan
@@ -39,14 +39,14 @@ def draw(plan: Plan, path: Path) -> None:
     large.sort(key=lambda term: -term.bytes)
     left = dict.fromkeys(PHASES, 0.0)
     for index, term in enumerate(large):
-        color, name = COLORS[index % len(COLORS)], f"{term.name} ({size(term.bytes)})"
+        color, name = COLORS[index % len(COLORS)], f"{term.name} ({decimal_size(term.bytes)})"
         for phase in term.phases:
             axes.barh(phase, term.bytes / 1e9, left=left[phase] / 1e9, color=color, label=name, edgecolor="white")
             left[phase] += term.bytes
             name = "_nolegend_"
     if memory.available < 20 * memory.peak:
         axes.axvline(
-            memory.available / 1e9, color="#777777", linestyle="--", label=f"there are {size(memory.available)}"
+            memory.available / 1e9, color="#777777", linestyle="--", label=f"there are {decimal_size(memory.available)}"
         )
     axes.invert_yaxis()
     axes.set_xlabel("GB on each device (predicted)")

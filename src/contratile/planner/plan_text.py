@@ -14,10 +14,10 @@ Grid = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 """Title, headings, rows."""
 
 
-def size(count: float) -> str:
+def decimal_size(count: float) -> str:
     """Bytes with a unit: GB and MB, as vendors count memory.
 
-    >>> size(80e9), size(3.2e6), size(-1.5e9)
+    >>> decimal_size(80e9), decimal_size(3.2e6), decimal_size(-1.5e9)
     ('80.0 GB', '3.2 MB', '-1.5 GB')
     """
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
@@ -46,20 +46,22 @@ def heading(plan: Plan) -> list[str]:
 
 
 def memory_grid(kind: Memory, title: str) -> Grid:
-    """Terms, those of the phase that needs most first."""
+    """The terms of a kind of memory, those of the peak phase first."""
     phase = kind.phase
     rows = []
     for term in sorted(kind.terms, key=lambda term: (phase not in term.phases, -term.bytes)):
         at = "" if phase in term.phases else f"(in {', '.join(term.phases)})"
-        rows.append((term.name, size(term.bytes) if not at else "", f"{term.how} {at}".strip() + _only(term.bytes, at)))
-    rows.append(("all", size(kind.peak), f"in the phase {phase}"))
+        rows.append(
+            (term.name, decimal_size(term.bytes) if not at else "", f"{term.how} {at}".strip() + _only(term.bytes, at))
+        )
+    rows.append(("all", decimal_size(kind.peak), f"in the phase {phase}"))
     if kind.available < float("inf"):
-        rows.append(("left", size(kind.left), f"of {size(kind.available)}"))
+        rows.append(("left", decimal_size(kind.left), f"of {decimal_size(kind.available)}"))
     return title, ("", "bytes", "how"), rows
 
 
 def _only(count: float, at: str) -> str:
-    return f" {size(count)}" if at else ""
+    return f" {decimal_size(count)}" if at else ""
 
 
 def grids(plan: Plan) -> list[Grid]:
@@ -81,18 +83,17 @@ def grids(plan: Plan) -> list[Grid]:
 
 
 def _limit(limit: str, disk: float) -> str:
-    return limit + (f"; {size(disk)} of disk" if disk else "")
+    return limit + (f"; {decimal_size(disk)} of disk" if disk else "")
 
 
 def remarks(plan: Plan) -> list[str]:
-    """What else there is to know."""
+    """Remarks below the tables."""
     work, time = plan.work, plan.time
     lines = [f"best chunk: {plan.chunk_best:,}"]
     said = f"encoders reach {time.utilisation:.0%} of the rate of large products"
     if work.ranks > 1:
-        said += (
-            f"; a device sends {size(time.sent_bytes)} for the loss; {time.hidden:.0%} of transfers hide behind compute"
-        )
+        said += f"; a device sends {decimal_size(time.sent_bytes)} for the loss"
+        said += f"; {time.hidden:.0%} of transfers hide behind compute"
     lines.append(said)
     if plan.steps_per_epoch is not None:
         hours = plan.steps * time.seconds / 3600
@@ -107,9 +108,9 @@ def remarks(plan: Plan) -> list[str]:
 def verdict(plan: Plan) -> str:
     """The last line."""
     if plan.fits:
-        return f"fits: {size(plan.memory.peak)} of {size(plan.memory.available)} per device"
+        return f"fits: {decimal_size(plan.memory.peak)} of {decimal_size(plan.memory.available)} per device"
     short = plan.memory if not plan.memory.fits else plan.host
-    missing = f"does not fit: {size(-short.left)} too much"
+    missing = f"does not fit: {decimal_size(-short.left)} too much"
     return f"{missing}. Smallest change: {plan.change.options}" if plan.change else f"{missing}, whatever the chunk"
 
 

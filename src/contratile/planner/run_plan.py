@@ -1,4 +1,4 @@
-"""`contratile.plan`: what a training run needs before it starts. All of it is predicted.
+"""`contratile.plan`: predicts what a training run needs, before it starts.
 
     found = plan("open_clip:ViT-L-14", batch=65536, devices="8xA800-80G", precision="bf16")
     print(found)
@@ -23,15 +23,16 @@ from contratile.models.towers import TowerConfig, Towers
 from contratile.planner.calibration import Calibration
 from contratile.planner.calibration import calibrate as run_chunks
 from contratile.planner.devices import Devices, parse_devices
-from contratile.planner.encoder_cost import DTYPES, EncoderCost, Precision, encoder_cost
+from contratile.planner.encoder_cost import DTYPES, EncoderCost, EncoderPrecision, encoder_cost
 from contratile.planner.memory import Memory, device_memory, disk_memory, host_memory
 from contratile.planner.search import Change, LargestBatch, best_chunk, fits, largest_batches, smallest_change
 from contratile.planner.step_seconds import StepSeconds, step_seconds
-from contratile.planner.tower_inputs import Side, sides_of, tower_definitions
+from contratile.planner.tower_inputs import EncoderExample, encoder_sides, tower_definitions
 from contratile.planner.workload import (
     LossFacts,
     MakeOptimizer,
     Offload,
+    OptimizerCost,
     SecondCost,
     Workload,
     by_name,
@@ -39,7 +40,7 @@ from contratile.planner.workload import (
 )
 
 COUNTED = (16, 64)
-"""Rows of the chunks that are counted if the chunk is left open."""
+"""Rows of the counted chunks if the plan chooses the chunk."""
 FEW_STEPS = 1000
 """Fewer steps than this in a whole run are called too few. The shortest runs of the paper have several thousand."""
 
@@ -124,7 +125,7 @@ def plan(
     chunk: int | Literal["auto"] = "auto",
     sample_inputs: Sequence[Nest] | None = None,
     tokens: int = 0,
-    precision: Precision = "fp32",
+    precision: EncoderPrecision = "fp32",
     fsdp: bool = False,
     offload: Offload = "none",
     optimizer: str | MakeOptimizer = "adamw",
@@ -136,7 +137,7 @@ def plan(
     calibrate: bool = False,
     host_bytes: float = 0.0,
     kept: tuple[bool, bool] = (False, False),
-    second: tuple[str, tuple[Side, Side]] | None = None,
+    second: tuple[str, tuple[EncoderExample, EncoderExample]] | None = None,
     name: str = "",
     notify: Notify = lambda text: None,
 ) -> Plan:
@@ -165,7 +166,7 @@ def plan(
         host_bytes: Host memory that each process keeps throughout.
         kept: Towers whose locked backbones are computed once, by side.
         second: A frozen model that encodes each batch too: what the plan calls it ("guide", "teacher"), and its
-            encoders with inputs, from `planner.tower_inputs.sides_of`.
+            encoders with inputs, from `planner.tower_inputs.encoder_sides`.
         name: What the plan calls the model.
         notify: Called with a line about progress.
 
@@ -194,10 +195,7 @@ def plan(
     costs = _costs(sides, counted, precision, where, notify)
     also = None if second is None else _second(*second, counted, precision, where, notify)
     notify("counting the optimiser")
-    make = by_name(optimizer) if isinstance(optimizer, str) else optimizer
-    called = optimizer_name or (optimizer if isinstance(optimizer, str) else "optimiser")
-    if isinstance(optimizer, str) and optimizer.lower() not in {x.lower() for x in dir(torch.optim)}:
-        bad_value("optimizer", expected="a class of torch.optim", got=repr(optimizer), remedy="Or pass a function.")
+    modules = [side.module for side in sides]
     work = Workload(
         batch=batch,
         chunk=share if chunk == "auto" else min(chunk, share),
@@ -208,7 +206,7 @@ def plan(
         sides=(costs[0], costs[1]),
         second=also,
         loss=loss or LossFacts(),
-        optimizer=count_optimizer([side.module for side in sides], make, called, where.clock("fp32")),
+        optimizer=_optimizer(modules, optimizer, optimizer_name, where),
         host_bytes=host_bytes,
     )
     if sides[0].module is sides[1].module and costs[0] is not costs[1]:
@@ -228,6 +226,17 @@ def plan(
         steps=steps or (math.ceil(epochs * samples_per_epoch / batch) if epochs and samples_per_epoch else 0),
         calibration=found,
     )
+
+
+def _optimizer(
+    modules: Sequence[nn.Module], optimizer: str | MakeOptimizer, name: str, where: Devices
+) -> OptimizerCost:
+    """Count an update of an optimiser, given by name or as a function."""
+    if not isinstance(optimizer, str):
+        return count_optimizer(modules, optimizer, name or "optimiser", where.clock("fp32"))
+    if optimizer.lower() not in {x.lower() for x in dir(torch.optim)}:
+        bad_value("optimizer", expected="a class of torch.optim", got=repr(optimizer), remedy="Or pass a function.")
+    return count_optimizer(modules, by_name(optimizer), name or optimizer, where.clock("fp32"))
 
 
 def assemble(
@@ -276,7 +285,7 @@ def assemble(
 
 
 def _of_loss(work: Workload, devices: Devices) -> Sequence[str]:
-    """What the time of the loss leaves out."""
+    """Notes about what the time of the loss leaves out."""
     if devices.on_cpu or not work.loss.prefixes:
         return ()
     return ("Matryoshka: as if kernels covered it; it runs on the torch backend, which reads and writes every tile",)
@@ -288,7 +297,7 @@ def _sides(
     tokens: int,
     kept: tuple[bool, bool],
     notify: Notify,
-) -> tuple[tuple[Side, Side], str]:
+) -> tuple[tuple[EncoderExample, EncoderExample], str]:
     if isinstance(model, str):
         model = TowerConfig(towers=model)
     if isinstance(model, TowerConfig):
@@ -298,7 +307,7 @@ def _sides(
         title = type(model).__name__
     if isinstance(model, Towers):
         real = None if inputs is None else (inputs[0], inputs[-1])
-        return sides_of(model, tokens=tokens, inputs=real, kept=kept), title
+        return encoder_sides(model, tokens=tokens, inputs=real, kept=kept), title
     if inputs is None:
         remedy = "Pass sample_inputs=[images, tokens], with any number of rows."
         bad_value("sample_inputs", expected="an example input of each encoder", got=None, remedy=remedy)
@@ -307,16 +316,20 @@ def _sides(
         got = f"{len(modules)} modules and {len(inputs)} inputs"
         bad_value("model", expected="one encoder, or two", got=got, remedy="Hard negatives are an option of the loss.")
     title = " + ".join(type(module).__name__ for module in modules)
-    return (Side(modules[0], inputs[0]), Side(modules[-1], inputs[-1])), title
+    return (EncoderExample(modules[0], inputs[0]), EncoderExample(modules[-1], inputs[-1])), title
 
 
 def _costs(
-    sides: tuple[Side, Side], rows: tuple[int, int], precision: Precision, devices: Devices, notify: Notify
+    sides: tuple[EncoderExample, EncoderExample],
+    rows: tuple[int, int],
+    precision: EncoderPrecision,
+    devices: Devices,
+    notify: Notify,
 ) -> list[EncoderCost]:
     """Count both encoders; once, if they are the same with inputs of the same shapes."""
     left, right = sides
 
-    def count(side: Side, name: str) -> EncoderCost:
+    def count(side: EncoderExample, name: str) -> EncoderCost:
         return encoder_cost(
             side.module,
             side.inputs,
@@ -334,9 +347,9 @@ def _costs(
 
 def _second(
     role: str,
-    sides: tuple[Side, Side],
+    sides: tuple[EncoderExample, EncoderExample],
     rows: tuple[int, int],
-    precision: Precision,
+    precision: EncoderPrecision,
     devices: Devices,
     notify: Notify,
 ) -> SecondCost:
@@ -359,7 +372,9 @@ def _shared_weights(work: Workload) -> Workload:
     return replace(work, sides=(left, replace(right, weight_bytes=0, trained_bytes=0)))
 
 
-def _calibrate(sides: tuple[Side, Side], work: Workload, devices: Devices, notify: Notify) -> Calibration:
+def _calibrate(
+    sides: tuple[EncoderExample, EncoderExample], work: Workload, devices: Devices, notify: Notify
+) -> Calibration:
     if not devices.on_cpu:
         remedy = "Run the plan with --devices cpu, or on the machine itself without --calibrate."
         bad_value("calibrate", expected="this machine as the device", got=devices.name, remedy=remedy)

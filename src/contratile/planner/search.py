@@ -34,10 +34,10 @@ class LargestBatch:
     method: str
     batch: int
     limit: str
-    """What ends it: device or host memory, or nothing that was looked for."""
+    """What limits it: device memory, host memory, or nothing up to the largest batch that was tried."""
 
     disk_bytes: float = 0.0
-    """Disk that it needs, per node."""
+    """Disk space that it needs per node."""
 
 
 def fits(work: Workload, devices: Devices, loss: LossMethod = "ours") -> bool:
@@ -63,7 +63,7 @@ def largest_batches(work: Workload, devices: Devices) -> tuple[LargestBatch, ...
 
 
 def _largest(work: Workload, devices: Devices, loss: LossMethod = "ours") -> int:
-    """The largest multiple of the ranks that fits, if all smaller ones do."""
+    """The largest multiple of the number of ranks that fits; assumes that all smaller ones fit too."""
     step = work.ranks
 
     def good(times: int) -> bool:
@@ -107,9 +107,9 @@ class Change:
 def smallest_change(
     work: Workload, devices: Devices, checkpointed: Callable[[], Workload] | None = None
 ) -> Change | None:
-    """The first of these that fits: a smaller chunk, inputs elsewhere, checkpointing, sharding, a smaller batch.
+    """The first change that fits: a smaller chunk, offloaded inputs, checkpointing, sharding, a smaller batch.
 
-    Those that leave the results as they are come first.
+    Changes that do not affect the results come first.
 
     Args:
         work: A step that does not fit.

@@ -1,11 +1,11 @@
-"""Seconds of a training step, term by term. All of it is predicted.
+"""Predicts the seconds of a training step, term by term.
 
     found = step_seconds(workload, devices)
     found.seconds, [(term.name, term.seconds) for term in found.terms]
 
-On a GPU products run at the rate that large products reach, or at the speed of memory where their operands are larger
-than their work; every other operator reads and writes its tensors once, at the speed of memory; each costs a fixed time
-besides. On a CPU every operator was estimated by its shape, from measured rates, when it was counted (`cpu_rates`).
+On a GPU, matrix products run at the rate of large products, or at the speed of memory if that is slower. Every other
+operator reads and writes its tensors once, at the speed of memory. Each operator also costs a fixed time. On a CPU the
+time of every operator is estimated from its shape and measured rates when it is counted (`cpu_rates`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TimeTerm:
 
 @dataclass(frozen=True, kw_only=True)
 class StepSeconds:
-    """A step: a prediction."""
+    """The predicted time of a step."""
 
     terms: tuple[TimeTerm, ...]
     batch: int
@@ -49,7 +49,7 @@ class StepSeconds:
     """Bytes that a rank sends in the ring of the loss."""
 
     hidden: float
-    """Share of the time of transfers that compute hides, from 0 to 1."""
+    """Share of the transfer time that is hidden behind compute, from 0 to 1."""
 
     utilisation: float
     """Share of the rate of large products that the encoders reach."""
@@ -136,7 +136,7 @@ def pass_seconds(chunk: PassCost, devices: Devices, precision: str) -> tuple[flo
 
 
 def loss_seconds(work: Workload, devices: Devices) -> tuple[float, str]:
-    """Seconds that a rank computes the loss, without transfers."""
+    """Seconds of compute that the loss takes on a rank, without transfers."""
     rows = work.loss.views * work.share
     blocks = work.loss.blocks(work.ranks)
     if devices.gpu is not None:
@@ -167,7 +167,7 @@ class _Transfers:
 
 
 def _transfers(work: Workload, devices: Devices, loss: float, backward: float) -> _Transfers:
-    """Ring, gradients, weights and offloaded inputs: what compute does not hide."""
+    """Transfers that are not hidden behind compute: ring, gradients, weights and offloaded inputs."""
     ranks, terms, total, exposed = work.ranks, [], 0.0, 0.0
     slowest = devices.network if devices.nodes > 1 else devices.link
     sent = 0.0
@@ -181,7 +181,7 @@ def _transfers(work: Workload, devices: Devices, loss: float, backward: float) -
     if ranks > 1:
         facts = work.loss
         block = facts.views * work.share * work.width * work.feature_itemsize
-        # Two sets of keys travel with their gradients, which go one hop further; one set travels without.
+        # Keys of two sets travel with their gradients, which go one hop further; keys of one set travel alone.
         one_set, two_sets = (1, 0) if facts.views == 2 else (facts.same_type, 1)
         more = (facts.key_sets - 1) * (2 if "doc_to_doc" in facts.directions else 1)
         trips, home = one_set + two_sets + more, two_sets + more

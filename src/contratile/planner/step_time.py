@@ -20,7 +20,7 @@ from contratile.engine.backends.triton_configs import WORKSPACE_BYTES, cut_backw
 from contratile.errors import bad_value, check_count
 from contratile.planner.candidates import SECOND_GENERATION, Costs, KernelCost
 from contratile.planner.gpus import Gpu, find
-from contratile.planner.kernel_time import KernelTime, kernel_time, pieces, stays_in_l2
+from contratile.planner.kernel_time import KernelTime, kernel_time, lengths_of_pieces, stays_in_l2
 from contratile.planner.library_time import LibraryTime, library_kind, library_time
 from contratile.planner.tile_time import DEFAULT, Assumptions
 
@@ -164,8 +164,8 @@ def _products(gpu: Gpu, cost: KernelCost, n: int, d: int, workspace: int, assump
     rows, cols = cut_backward(n, n, cost.config, itemsize=itemsize, symmetric=False, workspace=workspace)
     held = stays_in_l2(gpu, rows * cols * itemsize)
     product = l2 = dram = seconds = 0.0
-    for down, times in pieces(n, rows):
-        for across, more in pieces(n, cols):
+    for down, times in lengths_of_pieces(n, rows):
+        for across, more in lengths_of_pieces(n, cols):
             for out, inner in ((down, across), (across, down)):
                 read = itemsize * (0 if held else down * across) + itemsize * inner * d + 8 * out * d
                 one = library_time(gpu, out, d, inner, kind=cost.kind, read_bytes=read, assumptions=assumptions)

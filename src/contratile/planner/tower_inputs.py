@@ -15,7 +15,7 @@ LONGEST = 100_000
 """Words of the text that shows how long inputs can be."""
 
 
-class Side(NamedTuple):
+class EncoderExample(NamedTuple):
     """An encoder and an example of its inputs."""
 
     module: nn.Module
@@ -28,13 +28,13 @@ def tower_definitions(config: TowerConfig, *, bias: bool = False, views: bool = 
         return build_towers(config, bias=bias, views=views).train()
 
 
-def sides_of(
+def encoder_sides(
     towers: Towers,
     *,
     tokens: int = 0,
     inputs: tuple[Nest, Nest] | None = None,
     kept: tuple[bool, bool] = (False, False),
-) -> tuple[Side, Side]:
+) -> tuple[EncoderExample, EncoderExample]:
     """The encoders of a training step with example inputs.
 
     Args:
@@ -47,13 +47,13 @@ def sides_of(
     for index, tower in enumerate((towers.left, towers.right)):
         if kept[index]:
             width = _hidden(tower)
-            found.append(Side(LockedTowerHead(tower), torch.empty(1, width, device="meta")))
+            found.append(EncoderExample(LockedTowerHead(tower), torch.empty(1, width, device="meta")))
             continue
         example = tower_inputs(tower, tokens) if inputs is None else inputs[index]
-        found.append(Side(tower, (example,) if isinstance(example, dict) else example))
+        found.append(EncoderExample(tower, (example,) if isinstance(example, dict) else example))
     left, right = found
     if towers.right is towers.left:
-        right = Side(left.module, right.inputs)
+        right = EncoderExample(left.module, right.inputs)
     return left, right
 
 

@@ -1,7 +1,7 @@
-"""What a step of `clip_loss` moves between L2 and the multiprocessors, by formula, in bytes.
+"""Bytes that a step of `clip_loss` moves between L2 and the multiprocessors, by formula.
 
-Kernels: counted by the interpreter too, which has to agree. Library products: as if cut into tiles of 128 x 128, which
-is what such libraries do or better.
+For kernels a test compares the formula with the bytes that the interpreter counts. Library products are counted as
+tiles of 128 x 128; libraries reach that or better.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Tiling(NamedTuple):
         return -(-self.n // self.low) * self.col_blocks
 
     def _rows(self) -> Iterator[tuple[int, int, int]]:
-        """Of each row block: its rows, its tiles that hold positives, and its tiles that the fast launch leaves."""
+        """For each row block: its rows, its tiles with positives, and its tiles that are left to the careful launch."""
         m, n = self.config.m, self.config.n
         inside = self.n // n
         for top in range(0, self.n, m):
@@ -68,7 +68,7 @@ class Tiling(NamedTuple):
 
     @property
     def diagonal(self) -> int:
-        """Tiles that hold positives."""
+        """Tiles with positives."""
         return sum(holding for _, holding, _ in self._rows())
 
     @property
@@ -77,7 +77,7 @@ class Tiling(NamedTuple):
 
     @property
     def careful(self) -> int:
-        """Careful tiles that are computed."""
+        """Tiles of the careful launch."""
         return sum(-(-rows // self.low) * special for rows, _, special in self._rows())
 
     @property
@@ -85,7 +85,7 @@ class Tiling(NamedTuple):
         return sum(rows * special for rows, _, special in self._rows())
 
 
-class Step(NamedTuple):
+class StepTraffic(NamedTuple):
     """N pairs of D features of `itemsize` bytes each. Nearly all scores are within range of their program's shift."""
 
     n: int

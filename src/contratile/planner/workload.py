@@ -1,4 +1,4 @@
-"""What a step consists of, in numbers: encoders, loss, optimiser, and how the batch is cut and kept."""
+"""A training step in numbers: encoders, loss, optimiser, and how the batch is cut and kept."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from contratile.losses.directions import ONE_TYPE, Direction
-from contratile.planner.cpu_rates import CpuClock
-from contratile.planner.encoder_cost import EncoderCost, Precision, fake_module, fake_tensors
+from contratile.planner.cpu_rates import OperatorClock
+from contratile.planner.encoder_cost import EncoderCost, EncoderPrecision, fake_module, fake_tensors
 from contratile.planner.live_bytes import LiveBytes
 from contratile.ring.nodes import RingKind
 
@@ -28,7 +28,7 @@ class OptimizerCost:
     """Held between steps."""
 
     temporary_bytes: float
-    """Held during the update besides."""
+    """Additionally held during the update."""
 
     moved: float
     """Bytes read and written."""
@@ -39,7 +39,7 @@ class OptimizerCost:
 
 @dataclass(frozen=True, kw_only=True)
 class LossFacts:
-    """What the loss compares, and in what it works."""
+    """What the loss compares, and the memory it may use."""
 
     views: int = 1
     """2 if both sides of a pair are compared with everything (NT-Xent, SupCon)."""
@@ -117,7 +117,7 @@ class Workload:
     batch: int
     chunk: int
     ranks: int
-    precision: Precision = "fp32"
+    precision: EncoderPrecision = "fp32"
     fsdp: bool = False
     offload: Offload = "none"
     sides: tuple[EncoderCost, EncoderCost]
@@ -173,7 +173,7 @@ class Workload:
 
 
 def count_optimizer(
-    modules: Iterable[nn.Module], make: MakeOptimizer, name: str, clock: CpuClock | None = None
+    modules: Iterable[nn.Module], make: MakeOptimizer, name: str, clock: OperatorClock | None = None
 ) -> OptimizerCost:
     """Count what an optimiser holds and moves, by running one update on fake tensors.
 

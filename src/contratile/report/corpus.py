@@ -1,6 +1,6 @@
 """What can be searched: the interface that galleries and embedded files share, and the search itself.
 
-    (hits,) = find(corpus, ["battery charging"], features, k=8, among="left")
+    (hits,) = find_hits(corpus, ["battery charging"], features, k=8, among="left")
     hits[0].text, hits[0].score, corpus.picture(hits[0].item)
 
 `contratile search` and `contratile serve` know no more about what they search than this.
@@ -88,7 +88,7 @@ def searched_side(kinds: tuple[str, str], searchable: tuple[Side, ...] = ("left"
     return side if side in searchable else searchable[0]
 
 
-def find(
+def find_hits(
     corpus: Corpus, queries: Sequence[str], features: Tensor, *, k: int, among: Side, split: Split = "all"
 ) -> list[list[Hit]]:
     """Find the k nearest items of one side for each query.
@@ -122,10 +122,10 @@ def find(
 def sheet_rows(
     corpus: Corpus, queries: Sequence[str], features: Tensor, *, k: int, among: Side = "left"
 ) -> list[SheetRow]:
-    """What `find` finds, as rows of a contact sheet: with pictures, if pictures are searched."""
+    """What `find_hits` finds, as rows of a contact sheet: with pictures, if pictures are searched."""
     pictures = among == "left" and corpus.kinds[0] == "image"
     rows = []
-    for query, hits in zip(queries, find(corpus, queries, features, k=k, among=among), strict=True):
+    for query, hits in zip(queries, find_hits(corpus, queries, features, k=k, among=among), strict=True):
         rows.append(
             SheetRow(
                 query,

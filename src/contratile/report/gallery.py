@@ -24,7 +24,7 @@ from contratile.errors import bad_value
 from contratile.models.encoding import SourceFeatures, matches
 from contratile.report.corpus import Side
 from contratile.report.metric_text import side_names
-from contratile.report.sheets import flat
+from contratile.report.sheets import on_white
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -177,7 +177,7 @@ def _samples(source: Source, wanted: list[tuple[str, int]]) -> Iterator[Sample]:
 
 def thumbnail(image: Image) -> bytes:
     """Encode a thumbnail: PNG without loss if the picture is small enough, else a scaled JPEG."""
-    image, file = flat(image), io.BytesIO()
+    image, file = on_white(image), io.BytesIO()
     small = max(image.size) <= EDGE
     image.thumbnail((EDGE, EDGE))
     image.save(file, "PNG" if small else "JPEG", **({} if small else {"quality": 88}))
@@ -222,6 +222,9 @@ def load_gallery(folder: Path) -> Gallery:
 
     Raises:
         ValueError: There is no gallery, or it is damaged.
+
+    Examples:
+        >>> gallery = load_gallery(Path("runs/icons"))                       # doctest: +SKIP
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file

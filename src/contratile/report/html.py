@@ -16,7 +16,7 @@ from contratile.data.files import written_whole
 from contratile.report.curves import curve
 from contratile.report.metric_text import PAIRWISE, PICTURES, in_digits, in_words
 from contratile.report.sheets import SheetRow
-from contratile.report.tracking import numbers, size
+from contratile.report.tracking import binary_size, numbers
 
 _TITLES = {
     "loss": "loss",
@@ -197,7 +197,7 @@ def _costs(history: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     for name, title in titles.items():
         values = [value for _, value in numbers(history, name)]
         if values:
-            rows.append([title, size(max(values))])
+            rows.append([title, binary_size(max(values))])
     broken = numbers(history, "broken")
     if broken:
         rows.append(["broken samples left out", f"{broken[-1][1]:,.0f}"])

@@ -38,12 +38,12 @@ def preview(row: SheetRow, console: Console) -> None:
         score = f"{row.scores[place]:.3f}" if row.scores else ""
         mark = f" ({row.mark(place)})" if row.trained else ""
         text = _plain(printable(shortened(caption, CAPTION)) + (" (match)" if hit else "") + mark)
-        shown = [_plain("") if image is None else thumbnail(image)] if colours else []
+        shown = [_plain("") if image is None else terminal_thumbnail(image)] if colours else []
         table.add_row(str(place + 1), score, *shown, text)
     console.print(table)
 
 
-def thumbnail(image: Image) -> Text:
+def terminal_thumbnail(image: Image) -> Text:
     """Draw two pixels per character: an upper half block in one colour on the other."""
     from rich.color import Color
     from rich.style import Style

@@ -126,7 +126,7 @@ def fitted(image: Image, edge: int) -> Image:
     """Centre a picture in a white square. Small ones are enlarged by whole factors, so that pixels stay sharp."""
     from PIL import Image
 
-    image = flat(image)
+    image = on_white(image)
     factor = edge / max(image.size)
     whole = factor >= 2
     shape = [max(1, round(length * (int(factor) if whole else factor))) for length in image.size]
@@ -136,7 +136,7 @@ def fitted(image: Image, edge: int) -> Image:
     return square
 
 
-def flat(image: Image) -> Image:
+def on_white(image: Image) -> Image:
     """Convert to RGB, with transparency on white."""
     from PIL import Image
 

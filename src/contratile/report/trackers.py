@@ -88,7 +88,7 @@ class Trackers:
         config: Mapping[str, Any] | None = None,
     ) -> None:
         self._names, self._folder, self._step = names, folder.absolute(), step
-        self._config = flat(config or {})
+        self._config = flat_options(config or {})
         self._running: dict[str, Started] = {}
 
     def start(self) -> None:
@@ -137,12 +137,12 @@ class Trackers:
             random.setstate(drawn)
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, int | float | str | bool]:
+def flat_options(config: Mapping[str, Any], prefix: str = "") -> dict[str, int | float | str | bool]:
     """Options of all sections by `section.name`; what is neither a number nor a text becomes text."""
     found: dict[str, int | float | str | bool] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{name}.")
+            found |= flat_options(value, f"{prefix}{name}.")
         elif isinstance(value, tuple | list):
             found[prefix + name] = ", ".join(map(str, value))
         else:

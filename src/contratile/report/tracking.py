@@ -153,8 +153,14 @@ class Tracker:
 def history(run: Path) -> list[dict[str, Any]]:
     """Read metrics.jsonl, oldest first. A last line that was cut by a kill is left out.
 
+    Args:
+        run: Folder of the run.
+
     Raises:
         ValueError: Another line is not a JSON object with a step.
+
+    Examples:
+        >>> [entry["loss"] for entry in history(Path("runs/icons")) if "loss" in entry]    # doctest: +SKIP
     """
     path = run / METRICS
     lines = path.read_bytes().split(b"\n") if path.exists() else []
@@ -194,7 +200,7 @@ def memory_now(on_gpu: bool = False) -> int:
     return int(psutil.Process(os.getpid()).memory_info().rss)
 
 
-def size(number: float) -> str:
+def binary_size(number: float) -> str:
     """Format bytes: 14.2 MiB."""
     unit = 0
     while number >= 1024 and unit < 4:
@@ -217,7 +223,7 @@ def line(values: Mapping[str, Any]) -> str:
     }
     parts = [form.format(values[name]) for name, form in forms.items() if name in values]
     if "loss_memory" in values:
-        parts.append(f"loss memory {size(values['loss_memory'])} (dense: {size(values['dense_memory'])})")
+        parts.append(f"loss memory {binary_size(values['loss_memory'])} (dense: {binary_size(values['dense_memory'])})")
     if values.get("broken"):
         parts.append(f"{values['broken']} broken samples")
     return " · ".join(parts)

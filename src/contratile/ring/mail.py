@@ -14,10 +14,10 @@ from torch import Tensor
 from contratile.ring.schedule import Hop
 from contratile.ring.team import Team, Transfer
 
-Record = tuple[Tensor | None, ...]
+Payload = tuple[Tensor | None, ...]
 """A NamedTuple of tensors with one row per key; a field that is None does not travel."""
 
-R = TypeVar("R", bound=Record)
+R = TypeVar("R", bound=Payload)
 
 _recorders: list[list[float]] = []
 
@@ -33,7 +33,7 @@ def record_waits() -> Iterator[list[float]]:
         _recorders[:] = [other for other in _recorders if other is not waits]
 
 
-def present(record: Record) -> tuple[Tensor, ...]:
+def present(record: Payload) -> tuple[Tensor, ...]:
     return tuple(x for x in record if x is not None)
 
 
@@ -118,7 +118,10 @@ class PostOffice:
         """
         leaving = tuple(x.contiguous() for x in present(record))
         arriving = tuple(self.buffers.take(x, size) for x in leaving)
-        transfers = self.team.post(leaving, arriving, hop, tag=self._tag, across=across)
+        try:
+            transfers = self.team.post(leaving, arriving, hop, tag=self._tag, across=across)
+        except RuntimeError as error:  # the peer is known to be gone already
+            raise self.team.lost(error, f"to pass a block on (from rank {hop.origin})") from error
         self._tag += len(leaving)
         mail = Mail(self.team, transfers, leaving, _filled(record, arriving), hop.origin)
         self._sent = [other for other in self._sent if other.transfers] + [mail]

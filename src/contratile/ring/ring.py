@@ -29,7 +29,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from contratile.ring.mail import Buffers, Mail, PostOffice, Record, present, record_waits
+from contratile.ring.mail import Buffers, Mail, Payload, PostOffice, present, record_waits
 from contratile.ring.schedule import Route, Schedule
 from contratile.ring.team import Team
 
@@ -37,12 +37,12 @@ __all__ = ["Block", "Ring", "RingPass", "record_waits"]
 
 
 class Gathered(Protocol):
-    """A `Record` that adds another of its kind to itself."""
+    """A `Payload` that adds another of its kind to itself."""
 
     def merge_(self, other: Any) -> None: ...
 
 
-C = TypeVar("C", bound=Record)
+C = TypeVar("C", bound=Payload)
 G = TypeVar("G", bound=Gathered)
 
 
@@ -73,14 +73,16 @@ class Block(Generic[C, G]):
     size: int
     """Rows of the carried tensors."""
 
-    buffers: Buffers
+    buffers: Buffers | None
+    """None on one process, where no block leaves memory behind."""
+
     gathered: G | None = None
     """Set by the caller, if there is anything to gather."""
 
     def zeros(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """A zeroed tensor with one row per key, in memory that an earlier block no longer needs."""
         shape, dtype = (self.size, *like.shape[1:]), dtype or like.dtype
-        free = self.buffers.reuse(shape, dtype)
+        free = None if self.buffers is None else self.buffers.reuse(shape, dtype)
         return like.new_zeros(shape, dtype=dtype) if free is None else free.zero_()
 
 
@@ -94,7 +96,7 @@ class RingPass(Generic[C, G]):
     def __iter__(self) -> Iterator[Block[C, G]]:
         ring, rank = self.ring, self.ring.team.rank
         if ring.team.size == 1:  # nothing is posted
-            own: Block[C, G] = Block(rank, True, self.carried, ring.sizes[rank], Buffers())
+            own: Block[C, G] = Block(rank, True, self.carried, ring.sizes[rank], None)
             yield own
             self.home = own.gathered
             return

@@ -39,6 +39,9 @@ class Schedule(NamedTuple):
         return _route(self.nodes, rank)
 
 
+ONE_RANK = Schedule.flat(1)
+
+
 @lru_cache(maxsize=64)
 def _route(nodes: tuple[tuple[int, ...], ...], rank: int) -> Route:
     node = next(x for x, ranks in enumerate(nodes) if rank in ranks)

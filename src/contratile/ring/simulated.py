@@ -39,7 +39,7 @@ FREE = Link()
 
 
 @dataclass
-class Log:
+class TransferLog:
     """What a simulated rank sent, and how long its step would take.
 
     Time is compute as it passes here, plus what remains of a transfer when it is waited for. Transfers over the same
@@ -101,7 +101,7 @@ class Log:
 
 
 class _Sent(NamedTuple):
-    log: Log
+    log: TransferLog
     end: float
 
     def wait(self) -> None:
@@ -113,7 +113,7 @@ class SimulatedRank(Team):
     """A rank of `size` ranks on `nodes` nodes that all hold the same block."""
 
     nodes: int = 1
-    log: Log = field(default_factory=lambda: Log(FREE, FREE))
+    log: TransferLog = field(default_factory=lambda: TransferLog(FREE, FREE))
 
     @classmethod
     def among(cls, ranks: int, *, nodes: int = 1, inside: Link = FREE, across: Link = FREE) -> SimulatedRank:
@@ -130,7 +130,7 @@ class SimulatedRank(Team):
         if ranks % nodes:
             remedy = "All nodes have the same number of ranks."
             bad_value("nodes", expected=f"a divisor of {ranks}", got=nodes, remedy=remedy)
-        return cls(None, ranks // nodes - 1, ranks, None, nodes, Log(inside, across))
+        return cls(None, ranks // nodes - 1, ranks, None, nodes, TransferLog(inside, across))
 
     def node(self, rank: int) -> int:
         return rank * self.nodes // self.size
@@ -139,7 +139,7 @@ class SimulatedRank(Team):
         return self
 
     def handshake(self, mine: Facts) -> list[Facts]:
-        """The others say the same, on their nodes."""
+        """The other ranks report the same facts, on their nodes."""
         return [replace(mine, node=f"node {self.node(rank)}", local=0) for rank in range(self.size)]
 
     def sum(self, values: Tensor) -> Tensor:

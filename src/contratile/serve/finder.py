@@ -19,14 +19,14 @@ from contratile.data.sample import Broken
 from contratile.embed.open_corpus import open_corpus
 from contratile.errors import bad_value
 from contratile.printable import printable
-from contratile.report.corpus import Corpus, Hit, Side, Split, find, searched_side
+from contratile.report.corpus import Corpus, Hit, Side, Split, find_hits, searched_side
 from contratile.train.gallery_search import encode_queries
 
 if TYPE_CHECKING:
     from contratile.models.towers import Tower, Towers
 
 
-class Item(NamedTuple):
+class Result(NamedTuple):
     """One result."""
 
     score: float | None
@@ -53,7 +53,7 @@ class Group(NamedTuple):
     kind: str
     """"image" or "text"."""
 
-    items: list[Item]
+    items: list[Result]
 
 
 class Finder:
@@ -143,7 +143,7 @@ class Finder:
             return encode_queries(tower, [query])
 
     def _group(self, features: Tensor, query: str, side: Side, k: int, split: Split) -> Group:
-        (hits,) = find(self.corpus, [query], features, k=k, among=side, split=split)
+        (hits,) = find_hits(self.corpus, [query], features, k=k, among=side, split=split)
         pictures = side == "left" and self.takes_pictures
         return Group(self._title(side), "image" if pictures else "text", [self._item(hit, pictures) for hit in hits])
 
@@ -152,10 +152,10 @@ class Finder:
             return "Pictures" if side == "left" else "Texts"
         return self.corpus.sides[0 if side == "left" else 1]
 
-    def _item(self, hit: Hit, picture: bool) -> Item:
+    def _item(self, hit: Hit, picture: bool) -> Result:
         rounded = round(hit.score, 4) if math.isfinite(hit.score) else None
         thumbnail = hit.item if picture and self.corpus.has_picture(hit.item) else None
-        return Item(rounded, hit.text, hit.name, thumbnail, hit.match, hit.split)
+        return Result(rounded, hit.text, hit.name, thumbnail, hit.match, hit.split)
 
 
 def load_finder(path: Path, *, run: Path | None = None, pictures: str | None = None) -> Finder:

@@ -28,7 +28,7 @@ from contratile.grad_cache.encoded import EncoderSide
 from contratile.host_memory import available_bytes, peak_growth
 from contratile.models.towers import Towers
 from contratile.planner.loss_memory import dense_loss_bytes, tiled_loss_bytes
-from contratile.report.tracking import size
+from contratile.report.tracking import binary_size
 from contratile.train.config import TrainConfig
 from contratile.train.config_file import CONFIG, load_config
 from contratile.train.launch import gather_objects
@@ -81,7 +81,7 @@ def choose_chunk(
         return known, ""
     notify("finding the largest chunk that fits into memory")
     found = find_chunk(config, towers, source, accelerator, second=second)
-    return found.chunk, f"chunk {found.chunk:,} (auto)" + (f": {size(found.taken)}" if found.taken else "")
+    return found.chunk, f"chunk {found.chunk:,} (auto)" + (f": {binary_size(found.taken)}" if found.taken else "")
 
 
 def saved_chunk(resumed: Path | None) -> int | None:

@@ -3,8 +3,8 @@
     held = claim(run)        # as long as `held` lives, no other process can claim the folder
 
 The claim is an advisory lock on an open file, so the system releases it when the process ends, however that happens.
-The file is never removed: another process might just be opening it. Readers (`eval`, `search`) need no claim, and a
-process may claim a folder several times.
+The file is removed only with its folder; who had just opened it sees that it is no longer the folder's. Readers
+(`eval`, `search`) need no claim, and a process may claim a folder several times.
 """
 
 from __future__ import annotations
@@ -15,11 +15,16 @@ import os
 import socket
 import warnings
 import weakref
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from contratile.errors import bad_value
 
 LOCK = ".lock"
+ATTEMPTS = 100
+"""How often the folder may vanish under our hands: each time another process has finished with it."""
+
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 """Errors of file systems without locks, such as some network ones."""
 
@@ -28,10 +33,12 @@ class Claim:
     """A claim, released when the last reference to it is gone."""
 
     def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
         self.release = weakref.finalize(self, os.close, descriptor)
 
 
-_ours: weakref.WeakValueDictionary[Path, Claim] = weakref.WeakValueDictionary()
+_ours: weakref.WeakValueDictionary[str, Claim] = weakref.WeakValueDictionary()
+"""By folder. As text: at the end of a program paths can no longer be compared."""
 
 
 def claim(run: Path) -> Claim | None:
@@ -39,10 +46,11 @@ def claim(run: Path) -> Claim | None:
 
     Raises:
         ValueError: Another process has claimed it.
+        FileNotFoundError: It is not there, or was just removed.
     """
     place = run.resolve()
-    held = _ours.get(place)
-    if held is not None and held.release.alive:
+    held = _ours.get(str(place))
+    if held is not None and held.release.alive and _is_of(held.descriptor, place):
         return held
     # Do not follow a link: the folder may come from anyone.
     descriptor = os.open(place / LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
@@ -52,6 +60,8 @@ def claim(run: Path) -> Claim | None:
             warnings.warn(f"{run} cannot be locked ({fault}): make sure that no other run writes to it", stacklevel=2)
             os.close(descriptor)
             return None
+        if not _is_of(descriptor, place):
+            raise FileNotFoundError(errno.ENOENT, "removed while it was claimed", str(run))
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
     except BlockingIOError:
@@ -62,8 +72,56 @@ def claim(run: Path) -> Claim | None:
     except BaseException:
         os.close(descriptor)
         raise
-    held = _ours[place] = Claim(descriptor)
+    held = _ours[str(place)] = Claim(descriptor)
     return held
+
+
+def create_and_claim(run: Path) -> tuple[Claim | None, list[Path]]:
+    """Create the folder of a run unless it exists, and claim it.
+
+    Returns:
+        The claim, None if the file system cannot lock; and the folders that were created, the innermost first.
+
+    Raises:
+        ValueError: Another process has claimed it.
+    """
+    for _ in range(ATTEMPTS):
+        new = [folder for folder in (run, *run.parents) if not folder.exists()]
+        run.mkdir(parents=True, exist_ok=True)
+        try:
+            return claim(run), new
+        except FileNotFoundError:  # just removed, by a run that was refused
+            continue
+    raise AssertionError(f"{run} cannot be claimed: it is removed again and again")
+
+
+def remove_unused(held: Claim | None, created: list[Path], names: Iterable[str]) -> None:
+    """Remove the folder of a run that came to nothing, and release it: only what was created for it, and only if there
+    is nothing in it but the files of these names and the claim's.
+
+    Args:
+        held: The claim.
+        created: From `create_and_claim`.
+        names: Files that a new run begins with.
+    """
+    if held is None or not created:
+        return
+    known = {LOCK, *names}
+    with suppress(OSError):  # somebody else may use the folder by now
+        if known >= {path.name for path in created[0].iterdir()}:
+            for name in known:
+                (created[0] / name).unlink(missing_ok=True)
+            for folder in created:
+                folder.rmdir()
+    held.release()
+
+
+def _is_of(descriptor: int, place: Path) -> bool:
+    """Whether the open file is the one in the folder, not one of an earlier folder of the same name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), (place / LOCK).stat())
+    except FileNotFoundError:
+        return False
 
 
 def _lock(descriptor: int) -> str | None:

@@ -34,7 +34,7 @@ class LossConfig:
     """clip: both directions; infonce: left to right; siglip; ntxent: sides are views; supcon: one class per text."""
 
     same_id: Literal["exclude", "positive", "negative"] = "exclude"
-    """What pairs of the same id are to each other: left out, further positives, or negatives like all other pairs
+    """How pairs of the same id are treated: left out, as further positives, or as negatives like all other pairs
     (clip, infonce, siglip)."""
 
     ids: Literal["auto", "left", "right"] = "auto"
@@ -52,7 +52,7 @@ class LossConfig:
 
     matryoshka_dims: tuple[int, ...] = ()
     """Sum the loss over the first features of every row, each time normalised: for example 64 128 256, with or without
-    the full width (clip, infonce, siglip). The log then has no statistics of batches."""
+    the full width (clip, infonce, siglip). The log then has no batch statistics."""
 
     matryoshka_weights: tuple[float, ...] = ()
     """Weights of these losses, in the order of the dimensions; 1 each by default."""
@@ -70,18 +70,18 @@ class LossConfig:
     """Upper limit of the learned scale; it is clamped after every step."""
 
     directions: tuple[Direction, ...] = ("query_to_doc",)
-    """What is compared (infonce); left sides are queries, right ones documents: query_to_doc, query_to_query,
-    doc_to_query, doc_to_doc."""
+    """Directions to compare (infonce), where left sides are queries and right sides documents: query_to_doc,
+    query_to_query, doc_to_query, doc_to_doc."""
 
     partition_mode: PartitionMode = "joint"
     """One softmax over all directions, or the mean of one per direction (infonce)."""
 
     hardness_mode: HardnessMode | None = None
-    """Negatives that weigh more the more similar they are: those of other pairs, a pair's own hard ones, or all
-    (infonce)."""
+    """Negatives that get more weight the more similar they are: those of other pairs, a pair's own hard negatives, or
+    all (infonce)."""
 
     hardness_strength: float = 0.0
-    """How much: this times their similarity is added to their score, as a constant."""
+    """Factor of their similarity, which is added to their score without a gradient."""
 
     guide: str = ""
     """Frozen model that drops false negatives, as GISTEmbed does: pairs that it finds more similar than a sample's own
@@ -89,13 +89,13 @@ class LossConfig:
     st:<model>."""
 
     guide_margin: float = 0.0
-    """Pairs above the guide's similarity of the own pair minus this margin do not count."""
+    """Drop pairs whose guide similarity exceeds that of the sample's own pair minus this margin."""
 
     guide_margin_strategy: GuideMargin = "absolute"
-    """The margin as it is, or times the guide's similarity of the own pair."""
+    """absolute: the margin as it is; relative: times the guide's similarity of the own pair."""
 
     teacher: str = ""
-    """Frozen model to learn from, named as a guide is: adds the cross-entropy with its softmax over the batch, as
+    """Frozen model to learn from, named like a guide: adds the cross-entropy with its softmax over the batch, as
     open_clip's DistillClipLoss (clip, infonce)."""
 
     teacher_weight: float = 1.0
@@ -259,15 +259,15 @@ class RunConfig:
     """Seconds that processes wait for each other before a dead or stalled one ends the run."""
 
     gallery: Literal["auto", "held-out", "all"] = "auto"
-    """What `contratile search` covers: all pairs, held-out ones, or auto: all, if they are
-    at most 20,000 and the run sees each at least once."""
+    """What `contratile search` covers: all pairs, held-out pairs, or auto: all pairs if there are at most 20,000 and
+    the run sees each at least once."""
 
     queries: tuple[str, ...] = ()
     """Texts to search for at the end of the run; the results are printed and shown in the report."""
 
     large_loss: bool = False
-    """At the end, run one large loss step, too large for a dense loss on this machine if that takes about a minute at
-    most, and report its time and memory."""
+    """At the end, run one loss step that is too large for a dense loss on this machine (or as large as about a minute
+    allows), and report its time and memory."""
 
     def check(self) -> None:
         """Refuse values out of range."""

@@ -44,6 +44,9 @@ def load_config(path: Path, default: TrainConfig | None = None, *, allow_pipe: b
     Raises:
         ValueError: The file cannot be read, or has an unknown field or a value out of range.
         TypeError: A value has the wrong type.
+
+    Examples:
+        >>> config = load_config(Path("runs/icons/config.toml"))             # doctest: +SKIP
     """
     try:
         tomllib: Any = import_module("tomllib")
@@ -215,7 +218,15 @@ def to_toml(config: TrainConfig) -> str:
 
 
 def save_config(config: TrainConfig, folder: Path) -> None:
-    """Write config.toml into a run's folder."""
+    """Write config.toml into a run's folder.
+
+    Args:
+        config: The options to write.
+        folder: Folder of the run, which must exist.
+
+    Examples:
+        >>> save_config(TrainConfig(), Path("runs/icons"))                   # doctest: +SKIP
+    """
     with written_whole(folder / CONFIG) as draft:
         draft.write_text(to_toml(config), encoding="utf-8")
 

@@ -42,6 +42,11 @@ def retrieval(found: SourceFeatures, ks: Sequence[int] = KS) -> dict[str, float]
     Returns:
         `text_to_image_R@1`, `image_to_text_mean_rank` and so on. The names are those of image-text pairs whatever the
         data: `text_to_image` is from the right side to the left one.
+
+    Examples:
+        >>> found = encode(towers, open_source(config.data, "test"), chunk=256)    # doctest: +SKIP
+        >>> retrieval(found)["text_to_image_R@10"]                                 # doctest: +SKIP
+        0.319
     """
     groups = matches(found)
     if not groups.repeat(len(found.keys)):
@@ -58,6 +63,11 @@ def chance(found: SourceFeatures, ks: Sequence[int] = KS) -> dict[str, float]:
     Args:
         found: Features of a source, from `encode`; only its names and texts are used.
         ks: The k of every R@k.
+
+    Examples:
+        >>> found = encode(towers, open_source(config.data, "test"), chunk=256)    # doctest: +SKIP
+        >>> chance(found)["text_to_image_R@10"]                                 # doctest: +SKIP
+        0.0069
     """
     groups, n = matches(found), len(found.keys)
     levels: dict[str, float] = {}
@@ -137,6 +147,10 @@ def class_features(
 
     Raises:
         ValueError: A template has no `{}`.
+
+    Examples:
+        >>> class_features(towers.right, ["cat", "dog"], ["a photo of a {}."]).shape[0]    # doctest: +SKIP
+        2
     """
     check_templates(list(templates))
     features = [torch.empty(0, tower.width)]
@@ -190,6 +204,10 @@ def zero_shot(
 
     Raises:
         ValueError: No text is a class name, or a template has no `{}`.
+
+    Examples:
+        >>> found = encode(towers, open_source(config.data, "test"), chunk=256)    # doctest: +SKIP
+        >>> zero_shot(towers, found, ["cat", "dog"])["zero_shot_top1"]       # doctest: +SKIP
     """
     rows, targets = labelled(found.texts, names)
     classes = class_features(towers.right, names, templates)

@@ -80,8 +80,9 @@ def _columns(trainer: Trainer) -> list[tuple[str, str]]:
         whose = "all pairs" if trainer.config.loss.hard_negatives == "all" else "their own pair"
         told.append(("hard negatives", f"up to {trainer.negatives} of each pair, compared with {whose}"))
     if traits_of(trainer.source).several_texts:
-        side = trainer.config.loss.ids
-        told.append(("texts", f"one of several in each epoch; pairs with the same {side} side share an id"))
+        loss = trainer.config.loss
+        shared = "" if loss.same_id == "negative" else f"; pairs with the same {loss.ids} side share an id"
+        told.append(("texts", f"one of several in each epoch{shared}"))
     return told
 
 

@@ -16,7 +16,7 @@ from torch.nn.functional import normalize
 from contratile.host_memory import memory_bytes, peak_growth
 from contratile.losses.functional import clip_loss
 from contratile.planner.loss_memory import dense_loss_bytes
-from contratile.report.tracking import size
+from contratile.report.tracking import binary_size
 
 LONGEST = 60.0
 """Seconds that the step may take."""
@@ -48,16 +48,16 @@ class LargeLoss(NamedTuple):
     @property
     def sentence(self) -> str:
         """What was measured, in words."""
-        used = "" if self.used is None else f" and {size(self.used)} (measured, gradients included)"
+        used = "" if self.used is None else f" and {binary_size(self.used)} (measured, gradients included)"
         told = (
             f"One loss step over {self.pairs:,} random pairs of {self.width} features took {self.seconds:.0f} s{used}."
         )
-        needs = f"A dense loss would need {size(self.dense)}"
+        needs = f"A dense loss would need {binary_size(self.dense)}"
         if not self.memory:
             return f"{told} {needs}."
         if self.dense > self.memory:
-            return f"{told} {needs}; this machine has {size(self.memory)} of {self.place}."
-        return f"{told} {needs} of this machine's {size(self.memory)} of {self.place}."
+            return f"{told} {needs}; this machine has {binary_size(self.memory)} of {self.place}."
+        return f"{told} {needs} of this machine's {binary_size(self.memory)} of {self.place}."
 
 
 def large_loss_step(

@@ -12,30 +12,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from contratile.data.chunk_maker import negatives_side
-from contratile.data.loader import Batch, Chunk
+from contratile.data.loader import Batch
 from contratile.data.sample import Indexed, Stream
-from contratile.errors import bad_value
 from contratile.losses.normalized import warn_not_normalized
-from contratile.models.encoding import SourceFeatures, encode, to_device
-from contratile.models.locked import rows_of
-from contratile.models.towers import Tower, Towers, recipe_checksums
+from contratile.models.encoding import SourceFeatures, encode
+from contratile.models.towers import Towers, recipe_checksums
 from contratile.planner.loss_memory import dense_loss_bytes, tiled_loss_bytes
 from contratile.report.tracking import METRICS, Tracker, history, rewind
 from contratile.train import checkpoint
+from contratile.train.batch_inputs import batch_inputs
 from contratile.train.config_file import to_dict
 from contratile.train.divergence import diverged, finite, set_aside_diverged
-from contratile.train.encoders import SIDES
 from contratile.train.evaluate import neighbors, not_finite, retrieval
 from contratile.train.launch import gather_objects
-from contratile.train.objective import pair_facts
 from contratile.train.optim import clamp_scale
 from contratile.train.preparation import PreparedRun
 from contratile.train.random_state import random_state
@@ -225,7 +220,7 @@ class Trainer(PreparedRun):
         if towers.bias is not None:
             learned["bias"] = towers.bias * 1
         with self.accelerator.autocast():
-            loss, stats, norms, terms, dropped = self.cache(self._inputs(batch), **learned)
+            loss, stats, norms, terms, dropped = self.cache(batch_inputs(self, batch), **learned)
         self.accelerator.backward(loss)
         distill = [] if terms is None else [terms.distill]
         loss, *distill = self.accelerator.reduce(torch.stack([loss.detach(), *distill]), "mean")
@@ -259,39 +254,6 @@ class Trainer(PreparedRun):
         per_epoch = self.loader.steps_per_epoch
         epoch = self.step // per_epoch if per_epoch else batch.epoch
         return {"epoch": epoch, **facts, "pairs": self.config.run.batch}
-
-    def _inputs(self, batch: Batch) -> Iterator[tuple[Any, ...]]:
-        """The encoder inputs and facts of each chunk. A locked side has the kept outputs of its backbone."""
-        device, ids = self.accelerator.device, self.config.loss.ids
-        count = 0
-        for count, chunk in enumerate(batch.chunks, 1):  # noqa: B007  # it is read after the loop
-            left, right = (
-                rows_of(self.kept[side], chunk.index, side, self.config.run.out)
-                if side in self.kept
-                else getattr(chunk, side)
-                for side in SIDES
-            )
-            inputs = [(self.towers.left, left), (self.towers.right, right)]
-            if chunk.negatives is not None:
-                inputs.append((inputs[negatives_side(self.source)][0], chunk.negatives.inputs))
-            inputs += self._second_inputs(chunk)
-            first, other, *more = (arguments(tower, to_device(x, device)) for tower, x in inputs)
-            yield first, other, pair_facts(chunk, ids), *more
-        share = self.config.run.batch // self.accelerator.num_processes
-        if count == 0 or (self.sharded and count < -(-share // self.chunk)):
-            what = "chunk" if count else "share of a process"
-            reasons = ", ".join(self.loader.broken)
-            remedy = f"Repair the data ({reasons}), or raise --{'chunk' if count else 'batch'}."
-            bad_value(f"step {self.step + 1}", expected=f"a readable sample in every {what}", got="none", remedy=remedy)
-
-    def _second_inputs(self, chunk: Chunk) -> list[tuple[Tower, Any]]:
-        """What the guide or the teacher encodes of a chunk."""
-        if self.second is None or chunk.second is None:
-            return []
-        left, right, negatives = chunk.second
-        sides = self.second.towers.left, self.second.towers.right
-        hard = [] if negatives is None else [(sides[negatives_side(self.source)], negatives)]
-        return [(sides[0], left), (sides[1], right), *hard]
 
     def evaluate(self) -> tuple[dict[str, float], SourceFeatures | None]:
         """Evaluate retrieval on the held-out data.
@@ -399,9 +361,3 @@ class Trainer(PreparedRun):
 def scale_of(towers: Towers) -> float:
     """The learned scale as a number."""
     return towers.log_scale.detach().exp().item()
-
-
-def arguments(tower: Tower, inputs: Any) -> Any:
-    """What the cache calls a tower with. Tokens that must keep their padding are one argument, which is not cut."""
-    whole = getattr(tower.prepare, "pad_fully", False)
-    return (inputs,) if whole and isinstance(inputs, dict) else inputs

@@ -18,7 +18,7 @@ from contratile.errors import bad_value
 from contratile.host_memory import available_bytes
 from contratile.models.towers import Tower, Towers
 from contratile.planner.devices import RESERVE, Devices
-from contratile.planner.plan_text import size
+from contratile.planner.plan_text import decimal_size
 from contratile.planner.run_plan import Plan
 from contratile.planner.tower_inputs import tower_definitions
 from contratile.train.chunk import processes_here, sample_inputs
@@ -85,8 +85,17 @@ def check_memory(
     if need > MARGIN * there:
         change = _change(config, found, second)
         remedy = f"Smallest change that fits: {change}." if change else "Not even a chunk of one pair fits."
-        bad_value("memory", expected=f"at most {size(there)} per process", got=f"about {size(need)}", remedy=remedy)
-    return f"memory: about {size(need)} of {size(there)} per process (predicted)" if need > NEAR * there else ""
+        bad_value(
+            "memory",
+            expected=f"at most {decimal_size(there)} per process",
+            got=f"about {decimal_size(need)}",
+            remedy=remedy,
+        )
+    return (
+        f"memory: about {decimal_size(need)} of {decimal_size(there)} per process (predicted)"
+        if need > NEAR * there
+        else ""
+    )
 
 
 def _change(config: TrainConfig, found: Plan, second: Towers | None) -> str:

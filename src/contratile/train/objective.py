@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 SAMPLED = 512
-"""Rows whose pairs tell how many a guide drops."""
+"""Rows from which the share of dropped pairs is estimated."""
 
 
 class SecondFeatures(NamedTuple):
@@ -34,10 +34,10 @@ class SecondFeatures(NamedTuple):
     left: Tensor
     right: Tensor
     negatives: Tensor | None
-    """Of all places for hard negatives."""
+    """Features of the hard negatives, empty places included."""
 
     scale: float
-    """Of a teacher's cosines."""
+    """The teacher's logit scale."""
 
 
 class StepLoss(NamedTuple):
@@ -54,7 +54,7 @@ class StepLoss(NamedTuple):
     """The terms of a loss with a teacher."""
 
     dropped: Tensor | None = None
-    """Share of the pairs that the guide drops, of some of this process's own."""
+    """Share of pairs that the guide drops, among some pairs of this process."""
 
 
 def step_loss(
@@ -141,7 +141,7 @@ def batch_loss(
 def _with_stats(
     function: Callable[..., Any], *tensors: Tensor, norms: Tensor | None, nested: bool, **how: Any
 ) -> StepLoss:
-    """The loss and its statistics, which a sum over dimensions has not."""
+    """Compute the loss and its statistics; a sum over Matryoshka dimensions has none."""
     if nested:
         return StepLoss(function(*tensors, **how), None, norms)
     if "teacher" in how:
@@ -184,7 +184,7 @@ def _second(config: LossConfig, second: SecondFeatures, facts: Tensor, *, swappe
 def _dropped(
     guide: tuple[Tensor, Tensor], guide_margin: float, guide_margin_strategy: str, **others: Any
 ) -> Tensor | None:
-    """Share of the pairs among some rows that the guide drops: the loss does not count them."""
+    """The share of pairs that the guide drops, among the first rows; the loss itself does not count them."""
     query, key = (x[:SAMPLED].float() for x in guide)
     if len(query) < 2:
         return None
@@ -196,12 +196,12 @@ def _dropped(
 
 
 def _taken(there: Tensor) -> Tensor:
-    """Numbers of the places that are not empty: found where the facts are, on the CPU. A GPU would have to wait."""
+    """Indices of the places that are not empty, found on the CPU, where the facts are: a GPU would have to wait."""
     return there.flatten().nonzero().flatten()
 
 
 def pair_facts(chunk: Chunk, ids: Literal["auto", "left", "right"]) -> Tensor:
-    """What a loss has to know about the pairs of a chunk beside their features, as one tensor [n, 1 + 2 * count].
+    """What the loss needs to know about the pairs of a chunk besides their features, in one tensor [n, 1 + 2 * count].
 
     Each row holds the id of the pair; for each place of its hard negatives, whether it is taken; and the ids of these
     negatives.

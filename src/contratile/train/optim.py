@@ -26,7 +26,7 @@ from contratile.models.blocks import need_blocks
 from contratile.models.towers import Tower
 from contratile.packages import find_spec_safely, why_not
 
-Schedule = Literal["cosine", "constant", "constant-cooldown"]
+ScheduleName = Literal["cosine", "constant", "constant-cooldown"]
 SCRATCH, PRETRAINED = 1e-3, 2e-5
 """Default learning rates of random weights and of pretrained backbones."""
 
@@ -65,7 +65,7 @@ class OptimConfig:
     layer_decay: float = 1.0
     """Factor on the learning rate per block of a backbone, from the last block down to the embeddings; 1: none."""
 
-    schedule: Schedule = "cosine"
+    schedule: ScheduleName = "cosine"
     """cosine: falls to `min_lr` at the last step; constant: stays at lr; constant-cooldown: falls at the end only."""
 
     warmup: int = 0
@@ -90,7 +90,7 @@ class OptimConfig:
     """Largest norm of the whole gradient; 0: no clipping."""
 
     def __post_init__(self) -> None:
-        check_choice("schedule", self.schedule, get_args(Schedule))
+        check_choice("schedule", self.schedule, get_args(ScheduleName))
         check_count("warmup", self.warmup, least=0)
         check_count("cooldown", self.cooldown, least=0)
         for name in ("lr", "backbone_lr", "weight_decay", "min_lr", "clip_grad", "warmup_epochs", "cooldown_epochs"):

@@ -21,7 +21,7 @@ from contratile.models.definition import definitions
 from contratile.models.towers import Towers, build_towers
 from contratile.planner.devices import Devices, parse_devices
 from contratile.planner.run_plan import Plan, plan
-from contratile.planner.tower_inputs import sides_of, tower_definitions
+from contratile.planner.tower_inputs import encoder_sides, tower_definitions
 from contratile.planner.workload import LossFacts
 from contratile.train.chunk import processes_here, sample_inputs
 from contratile.train.config import TrainConfig
@@ -94,7 +94,7 @@ def plan_config(
         calibrate=calibrate,
         host_bytes=4.0 * samples * sum(tower.width for tower, keep in zip(_both(towers), kept, strict=True) if keep),
         kept=(bool(kept[0]), bool(kept[1])),
-        second=None if second is None else (role, sides_of(second, tokens=tokens, inputs=second_inputs)),
+        second=None if second is None else (role, encoder_sides(second, tokens=tokens, inputs=second_inputs)),
         name=locked.towers,
         optimizer_name=config.optim.optimizer,
         notify=notify,
@@ -156,7 +156,7 @@ def plan_run(config: TrainConfig, notify: Notify = lambda text: None) -> Plan:
             second_inputs = second_left, second_right
     return plan_config(
         config,
-        this_machine(config, world),
+        run_devices(config, world),
         towers=towers,
         inputs=(left, right),
         second=second,
@@ -172,7 +172,7 @@ def pairs_of(source: Indexed | Stream) -> int:
     return len(source) if isinstance(source, Indexed) else 0
 
 
-def this_machine(config: TrainConfig, world: int) -> Devices:
+def run_devices(config: TrainConfig, world: int) -> Devices:
     """The devices that a run on this machine uses."""
     here = processes_here(world)
     nodes = max(1, world // here)

@@ -18,16 +18,18 @@ from contratile.data.catalog import open_source
 from contratile.data.chunk_maker import negatives_side
 from contratile.data.loader import Loader
 from contratile.data.sample import Indexed, Stream, traits_of
+from contratile.engine.backends.registry import check as check_backend
 from contratile.grad_cache import GradCache
 from contratile.grad_cache.lengths import ByLength
-from contratile.models.towers import Towers, check_recipe
+from contratile.models.towers import RECIPE_FILES, Towers, check_recipe
 from contratile.report.metric_text import side_names
 from contratile.report.trackers import check_trackers
 from contratile.train import checkpoint
 from contratile.train.chunk import choose_chunk
-from contratile.train.claim import Claim
+from contratile.train.claim import Claim, remove_unused
 from contratile.train.config import TrainConfig
 from contratile.train.config_file import CONFIG, load_config, save_config
+from contratile.train.effects import check_effects
 from contratile.train.encoders import locked_outputs, shared_towers, step_encoders
 from contratile.train.launch import join
 from contratile.train.memory_check import check_memory
@@ -35,7 +37,7 @@ from contratile.train.objective import step_loss
 from contratile.train.optim import load_optimizer, make_optimizer, resolved
 from contratile.train.paths import absolute_paths
 from contratile.train.random_state import set_random_state
-from contratile.train.resume import check_options, claim_and_find_checkpoint, run_of
+from contratile.train.resume import check_resumable, claim_and_find_checkpoint, run_of
 from contratile.train.schedule import in_steps
 from contratile.train.second_model import SecondModel, check_there, load_second
 from contratile.train.setup import (
@@ -103,6 +105,9 @@ class PreparedRun:
     claim: Claim | None
     """Keeps other runs out of the folder as long as it lives."""
 
+    created: list[Path]
+    """The folders that were created for the run, by the main process."""
+
     resumed: Path | None
     """The checkpoint that the run resumes from."""
 
@@ -143,23 +148,28 @@ class PreparedRun:
         check_trackers(config.run.track)
         self.config = absolute_paths(config)
         check_there(self.config)
+        check_effects(self.config)
         self.notices = []
         self.step, self.best, self.best_step, self.evaluated = 0, -math.inf, 0, -1
         self._join_processes()
         self._open_data()
         self._claim_folder()
-        self._build_towers()
-        self._load_second(notify)
-        self._choose_chunk(notify)
-        self._make_loader()
-        self._check_memory(notify)
-        self._compute_locked_outputs(notify, say)
-        self._make_cache()
-        self._make_optimizer()
-        if self.resumed is not None:
-            self._restore(self.resumed)
-        if self.main:
-            save_config(self.config, self.config.run.out)
+        try:
+            self._build_towers()
+            self._load_second(notify)
+            self._choose_chunk(notify)
+            self._make_loader()
+            self._check_memory(notify)
+            self._compute_locked_outputs(notify, say)
+            self._make_cache()
+            self._make_optimizer()
+            if self.resumed is not None:
+                self._restore(self.resumed)
+            if self.main:
+                save_config(self.config, self.config.run.out)
+        except BaseException:  # refused, or interrupted: as if the command had not been given
+            remove_unused(self.claim, self.created, RECIPE_FILES)
+            raise
 
     def _join_processes(self) -> None:
         from accelerate.utils import set_seed
@@ -167,6 +177,7 @@ class PreparedRun:
         run = self.config.run
         sharding = run.fsdp or requested_by_accelerate()
         self.accelerator = join(run)
+        check_backend(self.config.loss.backend, self.accelerator.device, self.accelerator.num_processes)
         self.sharded = sharding and self.accelerator.num_processes > 1
         if self.sharded:
             check_sharding(self.config, self.accelerator.num_processes)
@@ -184,9 +195,10 @@ class PreparedRun:
         check_augmentation(self.source, self.config)
         check_kept_outputs(self.config, self.source)
         self.negatives = negatives_of(self.config, self.source)
-        if self.config.loss.ids == "auto" and self.config.loss.loss not in ("siglip", "ntxent"):
+        loss = self.config.loss
+        if loss.ids == "auto" and loss.loss not in ("siglip", "ntxent") and loss.same_id != "negative":
             ids: Literal["left", "right"] = "left" if traits_of(self.source).several_texts else "right"
-            self.config = replace(self.config, loss=replace(self.config.loss, ids=ids))
+            self.config = replace(self.config, loss=replace(loss, ids=ids))
         self.config = fit_batch(self.config, self.source, self.accelerator.num_processes)
         batch = self.config.run.batch
         if batch != asked:
@@ -194,7 +206,7 @@ class PreparedRun:
             self.notices.append(f"batch {asked:,} is larger than the {pairs:,} pairs of an epoch: using {batch:,}")
 
     def _claim_folder(self) -> None:
-        self.resumed, self.claim = claim_and_find_checkpoint(self.config.run, self.main)
+        self.resumed, self.claim, self.created = claim_and_find_checkpoint(self.config.run, self.main)
 
     def _build_towers(self) -> None:
         wait, resumed = self.accelerator.wait_for_everyone, run_of(self.resumed) if self.resumed else None
@@ -317,7 +329,7 @@ class PreparedRun:
         check_recipe(facts, run_of(folder))
         changed = "" if self.second is None else self.second.changed(facts)
         self.notices += [changed] if changed else []
-        check_options(facts["config"], self.config)
+        check_resumable(facts["config"], self.config)
         load_model(self.towers, state["model"])
         load_optimizer(self.optimizer, sharded_like(state["optimizer"], self.optimizer))
         self.loader.load_state_dict(facts["loader"])

@@ -20,7 +20,7 @@ from contratile.report.gallery import GALLERY, Gallery, make_gallery, save_galle
 from contratile.report.gallery_corpus import found_rows
 from contratile.report.html import SHEET_TEXT, VIEWS_TEXT, write_report
 from contratile.report.sheets import SheetRow, contact_sheet, png
-from contratile.report.tracking import history, size
+from contratile.report.tracking import binary_size, history
 from contratile.train.config_file import to_dict
 from contratile.train.evaluate import chance
 from contratile.train.gallery_search import example_query, search
@@ -69,6 +69,10 @@ def write_results(trainer: Trainer, outcome: Outcome, notify: Callable[[str], ob
 
     Raises:
         ValueError: The outcome has no held-out features: the run had been finished before, or was stopped.
+
+    Examples:
+        >>> outcome = trainer.run()                                          # doctest: +SKIP
+        >>> if outcome.held_out is not None: write_results(trainer, outcome)    # doctest: +SKIP
     """
     config, source, run = trainer.config, trainer.held_out, trainer.config.run.out
     held_out = outcome.held_out
@@ -144,12 +148,12 @@ def _notes(trainer: Trainer, held_out: SourceFeatures, gallery: Gallery) -> list
         negatives=shared,
         cache_bytes=loss.cache_mib << 20,
     )
-    dense = size(dense_loss_bytes(n, views=loss.rows_per_pair, negatives=shared))
+    dense = binary_size(dense_loss_bytes(n, views=loss.rows_per_pair, negatives=shared))
     others = f" and with up to {shared:,} hard negatives each" if shared else ""
     if loss.backend == "dense":
         notes.append(f"Every step compared {n:,} pairs with each other{others}; the dense loss took {dense}.")
     else:
-        told = f"Every step compared {n:,} pairs with each other{others}. The loss took {size(ours)} for it"
+        told = f"Every step compared {n:,} pairs with each other{others}. The loss took {binary_size(ours)} for it"
         notes.append(f"{told}; a dense loss would have taken {dense}.")
     return notes
 

@@ -2,7 +2,7 @@
 
 folder = find_checkpoint("auto", run)           # the newest one, None if there is none
 state, facts = checkpoint.load(folder)
-check_options(facts["config"], config)
+check_resumable(facts["config"], config)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from contratile.errors import bad_value
 from contratile.train import checkpoint
-from contratile.train.claim import Claim, claim
+from contratile.train.claim import Claim, create_and_claim, remove_unused
 from contratile.train.config import RunConfig, TrainConfig
 from contratile.train.config_file import to_dict
 from contratile.train.paths import absolute_towers
@@ -23,30 +23,32 @@ from contratile.train.paths import absolute_towers
 _FREE = ("checkpointing", "compile", "init_scale", "init_bias", "keep_outputs", "patch_dropout")
 
 
-def claim_and_find_checkpoint(run: RunConfig, main: bool) -> tuple[Path | None, Claim | None]:
+def claim_and_find_checkpoint(run: RunConfig, main: bool) -> tuple[Path | None, Claim | None, list[Path]]:
     """Claim the run's folder and find the checkpoint to resume from. Collective; the main process does the work.
 
     Its errors are raised on all processes, so that none waits for the others.
 
     Returns:
-        The checkpoint, None for a new run; and on the main process the claim, to be kept as long as the run lives.
+        The checkpoint, None for a new run; and on the main process the claim, to be kept as long as the run lives, and
+        the folders that were created for it.
     """
     from accelerate.utils import broadcast_object_list
 
     held: Claim | None = None
+    created: list[Path] = []
     told: list[Any] = [None, None]
     if main:
         try:
-            run.out.mkdir(parents=True, exist_ok=True)
-            held = claim(run.out)
+            held, created = create_and_claim(run.out)
             checkpoint.check_best(run.out)
             told = [find_checkpoint(run.resume, run.out), None]
         except (ValueError, OSError) as error:
+            remove_unused(held, created, ())
             told = [None, error]
     found, refusal = broadcast_object_list(told)
     if refusal is not None:
         raise refusal
-    return found, held
+    return found, held, created
 
 
 def find_checkpoint(resume: str, run: Path) -> Path | None:
@@ -109,7 +111,7 @@ def run_of(folder: Path) -> Path:
     return folder.parent.parent
 
 
-def check_options(saved: Mapping[str, Mapping[str, Any]], config: TrainConfig) -> None:
+def check_resumable(saved: Mapping[str, Mapping[str, Any]], config: TrainConfig) -> None:
     """Refuse options that do not fit the weights and the optimiser of a checkpoint.
 
     Args:

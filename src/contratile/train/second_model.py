@@ -1,4 +1,4 @@
-"""The guide or the teacher of a run: a frozen model that encodes each batch too.
+"""The guide or the teacher of a run: a second, frozen model that also encodes each batch.
 
     second = load_second(config)               # None if the run has neither
     second.prepare, second.encoders            # how samples become its inputs, and what encodes them
@@ -46,19 +46,19 @@ class SecondModel(NamedTuple):
     """Step of its checkpoint; None for pretrained towers."""
 
     scale: float
-    """Of a teacher's cosines."""
+    """The logit scale of a teacher."""
 
     weights: str
     """Checksum of its weights."""
 
     @property
     def prepare(self) -> tuple[Prepare, Prepare]:
-        """What turns left and right sides into its inputs."""
+        """Functions that turn left and right sides into its inputs."""
         return self.towers.left.prepare, self.towers.right.prepare
 
     @property
     def facts(self) -> dict[str, str]:
-        """What a checkpoint records of it."""
+        """What a checkpoint records about it."""
         return {"role": self.role, "name": self.name, "weights": self.weights}
 
     def check_kinds(self, source: Source) -> None:
@@ -81,7 +81,7 @@ class SecondModel(NamedTuple):
 
 
 def check_there(config: TrainConfig) -> None:
-    """Refuse a guide or a teacher that is not there. Needs no data, and loads nothing.
+    """Refuse a guide or a teacher that does not exist. Needs no data and loads nothing.
 
     Raises:
         ValueError: There is no such folder, it is no run, it has no checkpoint, or it is that of this run.
@@ -110,7 +110,7 @@ def check_there(config: TrainConfig) -> None:
 
 
 def load_second(config: TrainConfig) -> SecondModel | None:
-    """Load the guide or the teacher of a run, if it has one. Random numbers go on as if it had not been loaded.
+    """Load the guide or the teacher of a run, if it has one. The random state is not affected.
 
     Raises:
         ValueError: It cannot be loaded; the message names the option.
@@ -138,7 +138,7 @@ def load_second(config: TrainConfig) -> SecondModel | None:
 
 
 def second_definition(config: TrainConfig) -> Towers | None:
-    """The towers of a guide or a teacher without weights, for plans."""
+    """Build the towers of a guide or a teacher without weights, for plans."""
     if config.loss.second is None:
         return None
     check_there(config)
@@ -154,14 +154,14 @@ def second_definition(config: TrainConfig) -> Towers | None:
 
 
 def warn_of_much(dropped: float) -> None:
-    """Warn if a guide drops so many pairs that little is left to learn from."""
+    """Warn if a guide drops nearly all pairs."""
     if dropped > MUCH:
         told = f"the guide drops {dropped:.0%} of the pairs of the first batch, which leaves little to learn from."
         warnings.warn(f"{told} Lower --guide-margin, or name a guide that knows the data better.", stacklevel=2)
 
 
 def _run_and_weights(name: str) -> tuple[Path, str]:
-    """The folder of a run and the checkpoint that a name means: the best one, unless it is a checkpoint's folder."""
+    """The run's folder and the checkpoint that a name stands for: the best one, unless it names a checkpoint."""
     path = Path(name)
     if checkpoint.step_of(path) is not None and path.parent.name == "checkpoints":
         return path.parent.parent, path.name

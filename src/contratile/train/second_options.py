@@ -1,8 +1,8 @@
-"""Checks of `guide` and `teacher` of `[loss]`: options that need nothing but each other.
+"""Checks of the options `guide` and `teacher` of `[loss]` against each other, before anything is loaded.
 
     check_second(LossConfig(guide="runs/first", guide_margin=0.05))
 
-Both name a frozen model, in the same words; `second_model.py` loads it.
+Both name a frozen model in the same way; `second_model.py` loads it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ EXPECTED = "the folder of a run, or pretrained hf:<model>, open_clip:<model>:<pr
 
 
 class Second(NamedTuple):
-    """A frozen model beside the one that is trained."""
+    """The frozen model that the options name."""
 
     role: Role
     name: str
 
 
 def is_pretrained(name: str) -> bool:
-    """Whether a name means pretrained towers; others are folders of runs."""
+    """Whether a name stands for pretrained towers; otherwise it is the folder of a run."""
     return name.partition(":")[0] in MAKERS and (":" in name or name == "tiny")
 
 
 def check_second(loss: LossConfig) -> None:
-    """Refuse a guide or a teacher that means nothing, or options of one without it."""
+    """Refuse an unusable guide or teacher, and options of one that is not there."""
     for name in ("guide_margin", "teacher_weight", "teacher_temperature", "teacher_scale"):
         if not math.isfinite(getattr(loss, name)):
             bad_value(name, expected="a finite number", got=getattr(loss, name), remedy="Choose another one.")
@@ -76,15 +76,15 @@ def _check_name(role: Role, name: str) -> None:
 
 
 def _check_alone(loss: LossConfig, role: Role) -> None:
-    """Refuse what the losses refuse beside a guide or a teacher, in the words of the options."""
+    """Refuse what the losses refuse together with a guide or a teacher, by the names of the options."""
     guide = role == "guide"
     for option, given, why in (
         (f"--loss {loss.loss}", loss.loss not in ("clip", "infonce"), "Use --loss clip or infonce."),
         ("--teacher", guide and bool(loss.teacher), "Train with one, then with the other."),
         ("--margin", loss.margin is not None, "Both say which pairs count." if guide else "It drops pairs."),
         ("--label-smoothing", bool(loss.label_smoothing), "Both change the targets."),
-        ("--same-id positive", loss.same_id == "positive", f"The {role} says which pairs are alike."),
-        ("--matryoshka-dims", bool(loss.matryoshka_dims), "Dimensions have tiles of their own."),
+        ("--same-id positive", loss.same_id == "positive", f"The {role} already tells which pairs are alike."),
+        ("--matryoshka-dims", bool(loss.matryoshka_dims), "They are computed in different tiles."),
         ("--hardness-mode", bool(loss.more.hardness), "Hardness is computed in tiles of its own."),
         ("--directions beyond query_to_doc", loss.more.several, "It compares queries with documents."),
         ("--backend triton", loss.backend == "triton", "Kernels do not cover it: use --backend auto."),

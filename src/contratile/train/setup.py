@@ -82,6 +82,9 @@ def check_kept_outputs(config: TrainConfig, source: Source) -> None:
 def negatives_of(config: TrainConfig, source: Source) -> int:
     """How many hard negatives of each sample are used: none with a loss that has no place for them."""
     traits, loss = traits_of(source), config.loss
+    if loss.hardness_mode == "hard_negatives" and not traits.negatives_count:
+        remedy = "Drop it, or pass --hardness-mode in_batch_negatives or all_negatives."
+        bad_value("hardness_mode", expected="data with hard negatives", got=source.name, remedy=remedy)
     if traits.negatives is None or loss.loss not in ("clip", "infonce"):
         for option, given in (("num_negatives", config.data.num_negatives), ("hard_negatives", loss.hard_negatives)):
             if given not in (None, 0, "all"):

@@ -67,7 +67,7 @@ class Called(TorchDispatchMode):
 def test_a_number_is_written_and_not_copied() -> None:
     """A copy from ordinary memory waits for the device."""
     there = torch.empty(2, 2, device=GPU)
-    for make in (lambda: as_tensor(3.0, there), lambda: triton_launch.number(torch.tensor(3.0), GPU)):
+    for make in (lambda: as_tensor(3.0, there), lambda: triton_launch.device_number(torch.tensor(3.0), GPU)):
         with Called() as called:
             assert make().device == GPU
         assert "scalar_tensor" in called.names and not called.names & {"_to_copy", "copy_"}

@@ -5,6 +5,7 @@ ranks, `cache` those of a training step in chunks, and `data` loaders. To add on
 package and returns the step, and add a record of it to the table at the end of the module.
 """
 
+import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -28,3 +29,13 @@ class Contestant:
 def packages_of(contestants: Iterable[Contestant]) -> tuple[str, ...]:
     """Return the distributions of contestants, in order and without repetition."""
     return tuple(dict.fromkeys(contestant.package for contestant in contestants if contestant.package))
+
+
+def private_copy(name: str) -> Any:
+    """Execute a module again, as a copy for one contestant: changing it changes nothing for others who import it."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"there is no module {name}", name=name)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contratile.bench.contestants.loss import LossFunction, LossProblem, LossStep, backward
+from contratile.bench.contestants.loss import LossFunction, LossProblem, LossStep, with_backward
 from contratile.losses.gist import gist_loss
 from contratile.losses.options import PairOptions
 
@@ -61,7 +61,7 @@ def open_clip_distill() -> LossStep:
     from open_clip.loss import DistillClipLoss
 
     module = DistillClipLoss()
-    return backward(lambda *args: sum(module(*args)))
+    return with_backward(lambda *args: sum(module(*args)))
 
 
 def gist(query: Tensor, key: Tensor, scale: Tensor, *guide: Tensor) -> Tensor:

@@ -7,11 +7,13 @@
 All do the same work: one encoder with dropout for queries and documents, and InfoNCE with scale 20.
 """
 
+import importlib.util
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -208,22 +210,33 @@ class GradCacheStep(TrainingStep):
     """The package GradCache with its own loss class. It is told to cut padding per chunk, which is not its default."""
 
     def prepare(self) -> None:
-        import gradcache
-
-        # It imports itself under a name that its distribution does not install.
-        sys.modules.setdefault("grad_cache", gradcache)
-        from gradcache.grad_cache import GradCache as TheirCache
         from gradcache.loss import SimpleContrastiveLoss
 
         their_loss = SimpleContrastiveLoss()
         loss = lambda query, document: their_loss(SCALE * query, document)  # noqa: E731
         encoder = self.problem.encoder
-        self.cache: Any = TheirCache([encoder, encoder], self.problem.chunk, loss, split_input_fn=cut_chunks)
-        self.cache.build_cache = self.timed(self.cache.build_cache)
+        timed, theirs = self.timed, grad_cache_class()
+
+        class Timed(theirs):  # type: ignore[misc, valid-type]  # found when it is called
+            def build_cache(self, *args: Any, **keywords: Any) -> Any:
+                return timed(super().build_cache)(*args, **keywords)
+
+        self.cache: Any = Timed([encoder, encoder], self.problem.chunk, loss, split_input_fn=cut_chunks)
 
     def run(self) -> Tensor:
         loss: Tensor = self.cache.cache_step(*self.problem.sides)
         return loss
+
+
+def grad_cache_class() -> Any:
+    """`GradCache` of the package, whose module imports its siblings as `grad_cache` but is installed as `gradcache`."""
+    spec = importlib.util.find_spec("gradcache.grad_cache")
+    if spec is None or spec.origin is None:
+        raise ImportError("gradcache has no module grad_cache", name="gradcache")
+    source = Path(spec.origin).read_text(encoding="utf-8").replace("from grad_cache.", "from gradcache.")
+    module: dict[str, Any] = {"__name__": spec.name}
+    exec(compile(source, spec.origin, "exec"), module)
+    return module["GradCache"]
 
 
 class SentenceTransformersStep(TrainingStep):
@@ -233,8 +246,13 @@ class SentenceTransformersStep(TrainingStep):
         from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
 
         model: Any = SentenceModel(self.problem.encoder)
-        self.loss: Any = CachedMultipleNegativesRankingLoss(model, SCALE, mini_batch_size=self.problem.chunk)
-        self.loss.calculate_loss = self.timed(self.loss.calculate_loss)  # type: ignore[method-assign]
+        timed = self.timed
+
+        class Timed(CachedMultipleNegativesRankingLoss):
+            def calculate_loss(self, *args: Any, **keywords: Any) -> Any:
+                return timed(super().calculate_loss)(*args, **keywords)
+
+        self.loss: Any = Timed(model, SCALE, mini_batch_size=self.problem.chunk)
 
     def run(self) -> Tensor:
         given = [x if isinstance(x, dict) else {"input_ids": x} for x in self.problem.sides]

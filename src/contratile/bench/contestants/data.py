@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from contratile.bench.contestants import Contestant, packages_of
+from contratile.bench.contestants import Contestant, packages_of, private_copy
 from contratile.data import Loader
 from contratile.data.augment import AugmentConfig
 from contratile.data.images import CLIP_MEAN, CLIP_STD, Squares, normalise
@@ -116,7 +116,7 @@ def webdataset_pairs(problem: DataProblem) -> Iterator[Pair]:
 
 def open_clip_pairs(problem: DataProblem) -> Iterator[Pair]:
     """What open_clip's training script reads: `get_data` and its transform for training."""
-    theirs: Any = import_module("open_clip_train.data")
+    theirs = private_copy("open_clip_train.data")
     # webdataset 1.0 marks the end of a shard with an empty sample, which open_clip 3.3 does not expect.
     if "eof_value" in signature(theirs.tar_file_expander).parameters:
         theirs.tar_file_expander = partial(theirs.tar_file_expander, eof_value=None)

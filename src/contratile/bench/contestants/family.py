@@ -9,11 +9,10 @@ with the gradient through that normalisation. A temperature is 1 / scale.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from contratile import clip_loss, info_nce, nt_xent, reference, siglip_loss, sup_con
@@ -33,111 +32,36 @@ from contratile.bench.contestants.beside import (
     taught,
 )
 from contratile.bench.contestants.directions import PAIRS, TRIPLETS, gte, gte_hard, theirs, triplets
+from contratile.bench.contestants.family_packages import (
+    biased,
+    cooled,
+    fixed_scale,
+    info_nce_pytorch,
+    labelled_problem,
+    lightly_nt_xent,
+    metric_learning_sup_con,
+    multiple_negatives,
+    normalised,
+    open_clip_siglip,
+    siglip_kernel,
+    unpaired,
+)
 from contratile.bench.contestants.loss import (
     CLIP,
     MINI_BATCH,
     Case,
     LossContestant,
     LossFunction,
-    LossProblem,
     LossStep,
-    backward,
     sentence_transformers_cached,
+    with_backward,
 )
 from contratile.bench.contestants.matryoshka import looped, matryoshka_loss, nested
 
-CLASS = 8
-"""Examples per class in a labelled problem."""
-BIAS = -10.0
-"""The initial bias of SigLIP."""
 MARGIN = 0.1
 HARDNESS = 5.0
 SYMMETRIC = 2
 """Products of a symmetric score matrix: half the tiles of each of four products."""
-
-
-def labelled(
-    n: int,
-    d: int,
-    *,
-    scale: float,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
-) -> LossProblem:
-    """Make N unit features, those of a class slightly more alike than others, their labels, and a scale."""
-    random = torch.Generator().manual_seed(n + d + seed)
-    labels = torch.arange(n) % max(1, n // CLASS)
-    centres = F.normalize(torch.randn(n, d, generator=random), dim=1)[labels]
-    z = torch.randn(n, d, generator=random).mul_(2 / d**0.5).add_(centres)
-    z = F.normalize(z, dim=1, out=z).to(device, dtype).requires_grad_()
-    return LossProblem((z, labels.to(device), torch.tensor(scale, device=device, requires_grad=True)))
-
-
-def biased(n: int, d: int, **how: Any) -> LossProblem:
-    """Make pairs, a scale and a bias; keywords are those of `LossProblem.make`."""
-    pairs = LossProblem.make(n, d, **how)
-    return LossProblem((*pairs.args, torch.tensor(BIAS, device=pairs.args[0].device, requires_grad=True)))
-
-
-def normalised(loss: LossFunction) -> LossFunction:
-    """Return the loss of normalised features."""
-    return lambda *args: loss(*(F.normalize(x, dim=1) if x.ndim == 2 else x for x in args))
-
-
-def cooled(loss: LossFunction) -> LossFunction:
-    """Turn a loss that takes a temperature into one that takes a scale."""
-    return lambda a, b, scale, **keywords: loss(a, b, 1 / scale, **keywords)
-
-
-def _fixed(make: Callable[[float], Any]) -> LossStep:
-    """Return the step of a module whose scale is fixed when it is made."""
-    module = cache(make)
-    return backward(lambda *args: module(args[-1].item())(*args[:-1]))
-
-
-def _lightly() -> LossStep:
-    from lightly.loss import NTXentLoss
-
-    return _fixed(lambda scale: NTXentLoss(temperature=1 / scale))
-
-
-def _pytorch_metric_learning() -> LossStep:
-    from pytorch_metric_learning.losses import SupConLoss
-
-    return _fixed(lambda scale: SupConLoss(temperature=1 / scale))
-
-
-def _open_clip() -> LossStep:
-    from open_clip.loss import SigLipLoss
-
-    return backward(SigLipLoss())
-
-
-def _siglip_kernel() -> LossStep:
-    from siglip_kernel import fused_siglip_loss
-
-    return backward(lambda image, text, scale, bias: fused_siglip_loss(image, text, scale.log(), bias))
-
-
-def _sentence_transformers() -> LossStep:
-    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
-
-    model: Any = torch.nn.Sequential(torch.nn.Identity())  # embeddings are given: no model is run
-    both: Any = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
-
-    def make(scale: float) -> LossFunction:
-        loss = MultipleNegativesRankingLoss(model, scale=scale, **both)
-        # What its forward does with the embeddings of two columns; labels are ignored.
-        return lambda query, doc: loss.compute_loss_from_embeddings([query, doc], torch.empty(0))
-
-    return _fixed(make)
-
-
-def _info_nce_pytorch() -> LossStep:
-    from info_nce import InfoNCE
-
-    return _fixed(lambda scale: InfoNCE(temperature=1 / scale))
 
 
 def _pairs(query: Tensor) -> Tensor:
@@ -150,24 +74,17 @@ def _rare(query: Tensor) -> Tensor:
     return torch.linspace(-1, 1, len(query), device=query.device)
 
 
-def unpaired(loss: LossFunction) -> LossFunction:
-    """`info_nce` with keys of its own for negatives, and none from the batch."""
-    return lambda query, key, others, scale, **how: loss(
-        query, key, scale, extra_keys=others, in_batch_negatives=False, **how
-    )
-
-
 def _ours(loss: LossFunction, *, about: str, views: int = 1, products: int = 4) -> list[LossContestant]:
     """Our loss without and with a cache for all tiles."""
 
     def load() -> LossStep:
-        return backward(partial(loss, group=None))
+        return with_backward(partial(loss, group=None))
 
     def load_cached() -> LossStep:
         def cached(*args: Tensor) -> Tensor:
             return loss(*args, group=None, cache_bytes=4 * (views * len(args[0])) ** 2)
 
-        return backward(cached)
+        return with_backward(cached)
 
     kept = views**2 * (0.5 if products == SYMMETRIC else 1.0)
     return [
@@ -178,6 +95,11 @@ def _ours(loss: LossFunction, *, about: str, views: int = 1, products: int = 4) 
     ]
 
 
+def _uncached(loss: LossFunction, about: str, *, linear: int, name: str = "contratile") -> LossContestant:
+    """Our loss where it takes no cache."""
+    return LossContestant(name=name, load=lambda: with_backward(partial(loss, group=None)), about=about, linear=linear)
+
+
 def _option(name: str, option: Callable[[Tensor], dict[str, Any]], about: str) -> LossContestant:
     """`info_nce` with an option that depends on the queries."""
 
@@ -185,7 +107,7 @@ def _option(name: str, option: Callable[[Tensor], dict[str, Any]], about: str) -
         return lambda query, key, scale, **how: loss(query, key, scale, **option(query), **how)
 
     def load() -> LossStep:
-        return backward(partial(bound(info_nce), group=None))
+        return with_backward(partial(bound(info_nce), group=None))
 
     return LossContestant(name=name, load=load, about=about, oracle=bound(reference.info_nce), linear=32)
 
@@ -193,7 +115,7 @@ def _option(name: str, option: Callable[[Tensor], dict[str, Any]], about: str) -
 def _their_directions(about: str, oracle: LossFunction, *, matrices: float) -> LossContestant:
     return LossContestant(
         name="sentence_transformers",
-        load=lambda: _fixed(theirs),
+        load=lambda: fixed_scale(theirs),
         about=f"MultipleNegativesRankingLoss, {about}, cosines by its default",
         matrices=matrices,
         package="sentence-transformers",
@@ -203,7 +125,9 @@ def _their_directions(about: str, oracle: LossFunction, *, matrices: float) -> L
 
 def _case(name: str, oracle: LossFunction, contestants: list[LossContestant], *, dense: float, **facts: Any) -> Case:
     """Make a case and add the reference as a contestant, which holds `dense` N x N matrices."""
-    formula = LossContestant(name="dense", load=lambda: backward(oracle), about="the reference in fp32", matrices=dense)
+    formula = LossContestant(
+        name="dense", load=lambda: with_backward(oracle), about="the reference in fp32", matrices=dense
+    )
     everybody = {contestant.name: contestant for contestant in [*contestants, formula]}
     return Case(name=name, contestants=everybody, oracle=oracle, **facts)
 
@@ -219,7 +143,7 @@ FAMILY = (
             *_ours(cooled(nt_xent), about="nt_xent: upper triangle of 2N x 2N scores", views=2, products=SYMMETRIC),
             LossContestant(
                 name="lightly",
-                load=_lightly,
+                load=lightly_nt_xent,
                 about="NTXentLoss(temperature): four N x N blocks, concatenated",
                 matrices=18.4,
                 package="lightly",
@@ -237,7 +161,7 @@ FAMILY = (
             *_ours(cooled(sup_con), about="sup_con: upper triangle of N x N scores", products=SYMMETRIC),
             LossContestant(
                 name="pytorch_metric_learning",
-                load=_pytorch_metric_learning,
+                load=metric_learning_sup_con,
                 about="SupConLoss(temperature), cosines by its default",
                 matrices=14.0,
                 package="pytorch-metric-learning",
@@ -245,7 +169,7 @@ FAMILY = (
             ),
         ],
         dense=11.1,
-        problem=labelled,
+        problem=labelled_problem,
         products=SYMMETRIC,
     ),
     _case(
@@ -254,11 +178,11 @@ FAMILY = (
         [
             *_ours(siglip_loss, about="siglip_loss"),
             LossContestant(
-                name="open_clip", load=_open_clip, about="SigLipLoss()", matrices=9.2, package="open_clip_torch"
+                name="open_clip", load=open_clip_siglip, about="SigLipLoss()", matrices=9.2, package="open_clip_torch"
             ),
             LossContestant(
                 name="siglip_kernel",
-                load=_siglip_kernel,
+                load=siglip_kernel,
                 about="fused_siglip_loss(backend='auto')",
                 linear=8192,
                 package="siglip-kernel",
@@ -275,7 +199,7 @@ FAMILY = (
             *_ours(clip_loss, about="clip_loss"),
             LossContestant(
                 name="sentence_transformers",
-                load=_sentence_transformers,
+                load=multiple_negatives,
                 about="MultipleNegativesRankingLoss, both directions averaged, cosines by its default",
                 matrices=7.5,
                 package="sentence-transformers",
@@ -311,7 +235,7 @@ FAMILY = (
             _option("contratile_margin", lambda query: {"margin": MARGIN}, f"info_nce with margin={MARGIN}"),
             LossContestant(
                 name="info_nce_pytorch",
-                load=_info_nce_pytorch,
+                load=info_nce_pytorch,
                 about="InfoNCE(temperature), cosines",
                 matrices=3.2,
                 package="info-nce-pytorch",
@@ -327,7 +251,7 @@ FAMILY = (
             *_ours(unpaired(info_nce), about="info_nce with extra_keys and in_batch_negatives=False"),
             LossContestant(
                 name="info_nce_pytorch",
-                load=_info_nce_pytorch,
+                load=info_nce_pytorch,
                 about="InfoNCE(temperature) with unpaired negatives, cosines",
                 matrices=3.2,
                 package="info-nce-pytorch",
@@ -362,18 +286,8 @@ FAMILY = (
         "matryoshka",
         nested(reference.clip_loss),
         [
-            LossContestant(
-                name="contratile",
-                load=lambda: backward(partial(nested(clip_loss), group=None)),
-                about="clip_loss with matryoshka_dims 64, 128, ... and D",
-                linear=64,
-            ),
-            LossContestant(
-                name="contratile_loop",
-                load=lambda: backward(partial(looped(clip_loss), group=None)),
-                about="a call of clip_loss for each dimension",
-                linear=4096,
-            ),
+            _uncached(nested(clip_loss), "clip_loss with matryoshka_dims 64, 128, ... and D", linear=64),
+            _uncached(looped(clip_loss), "a call of clip_loss for each dimension", linear=4096, name="contratile_loop"),
             LossContestant(
                 name="sentence_transformers",
                 load=matryoshka_loss,
@@ -388,12 +302,7 @@ FAMILY = (
         "distill",
         distilled(reference.clip_loss),
         [
-            LossContestant(
-                name="contratile",
-                load=lambda: backward(partial(distilled(clip_loss), group=None)),
-                about="clip_loss with a teacher",
-                linear=32,
-            ),
+            _uncached(distilled(clip_loss), "clip_loss with a teacher", linear=32),
             LossContestant(
                 name="open_clip",
                 load=open_clip_distill,
@@ -414,7 +323,7 @@ FAMILY = (
         [
             LossContestant(
                 name="contratile",
-                load=lambda: backward(gist),
+                load=lambda: with_backward(gist),
                 about="the loss of GISTEmbedLoss, all contrasts, of unit features",
                 linear=32,
             ),

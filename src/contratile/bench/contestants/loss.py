@@ -138,7 +138,7 @@ class Case:
         return int(self.beside_width * d) if self.beside_products else 0
 
 
-def backward(loss: LossFunction) -> LossStep:
+def with_backward(loss: LossFunction) -> LossStep:
     """Return the step of a loss: forward and backward."""
 
     def step(*args: Tensor) -> Tensor:
@@ -155,24 +155,24 @@ def _dense() -> LossStep:
         labels = torch.arange(len(logits), device=logits.device)
         return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
-    return backward(loss)
+    return with_backward(loss)
 
 
 def _contratile() -> LossStep:
-    return backward(lambda image, text, scale: clip_loss(image, text, scale, group=None))
+    return with_backward(lambda image, text, scale: clip_loss(image, text, scale, group=None))
 
 
 def _contratile_cached() -> LossStep:
     def loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
         return clip_loss(image, text, scale, group=None, cache_bytes=4 * len(image) * len(text))
 
-    return backward(loss)
+    return with_backward(loss)
 
 
 def _open_clip() -> LossStep:
     from open_clip.loss import ClipLoss
 
-    return backward(ClipLoss())
+    return with_backward(ClipLoss())
 
 
 def inf_cl_ring() -> LossStep:
@@ -202,7 +202,7 @@ def inf_cl_ring() -> LossStep:
         result: Tensor = (rows + cols) / 2
         return result
 
-    return backward(loss)
+    return with_backward(loss)
 
 
 def _inf_cl() -> LossStep:
@@ -217,7 +217,7 @@ def _inf_cl() -> LossStep:
         result: Tensor = (rows + cols).mean() / 2
         return result
 
-    return backward(loss)
+    return with_backward(loss)
 
 
 def sentence_transformers_cached() -> LossStep:
@@ -265,7 +265,7 @@ def _cut_ce() -> LossStep:
         result: Tensor = (rows + cols) / 2
         return result
 
-    return backward(loss)
+    return with_backward(loss)
 
 
 def _keops() -> LossStep:
@@ -281,7 +281,7 @@ def _keops() -> LossStep:
         result: Tensor = (lse / 2 - (query * text).sum(1)).mean()
         return result
 
-    return backward(loss)
+    return with_backward(loss)
 
 
 _ALL = (

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from contratile.bench.contestants.loss import LossFunction, LossStep, backward
+from contratile.bench.contestants.loss import LossFunction, LossStep, with_backward
 
 
 def widths(d: int) -> tuple[int, ...]:
@@ -57,4 +57,4 @@ def matryoshka_loss() -> LossStep:
         return lambda *columns: loss([{"sentence_embedding": x} for x in columns], torch.empty(0))
 
     module = cache(make)
-    return backward(lambda query, key, scale: module(scale.item(), widths(query.shape[1]))(query, key))
+    return with_backward(lambda query, key, scale: module(scale.item(), widths(query.shape[1]))(query, key))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from contratile import clip_loss
 from contratile.bench.contestants import Contestant, packages_of
-from contratile.bench.contestants.loss import LossStep, backward, inf_cl_ring
+from contratile.bench.contestants.loss import LossStep, inf_cl_ring, with_backward
 
 RANK_BYTES = 500 << 20
 """What a rank needs for Python, torch and the contestants' packages."""
@@ -35,14 +35,14 @@ class RingContestant(Contestant):
 
 
 def _contratile() -> LossStep:
-    return backward(lambda image, text, scale: clip_loss(image, text, scale, group="auto"))
+    return with_backward(lambda image, text, scale: clip_loss(image, text, scale, group="auto"))
 
 
 def _open_clip(*, local_loss: bool = False, gather_with_grad: bool = False) -> LossStep:
     from open_clip.loss import ClipLoss
 
     modes = {"local_loss": local_loss, "gather_with_grad": gather_with_grad}
-    return backward(ClipLoss(**modes, rank=dist.get_rank(), world_size=dist.get_world_size()))
+    return with_backward(ClipLoss(**modes, rank=dist.get_rank(), world_size=dist.get_world_size()))
 
 
 def _disco() -> LossStep:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from contratile import clip_loss
-from contratile.bench.contestants.loss import LossStep, backward
+from contratile.bench.contestants import private_copy
+from contratile.bench.contestants.loss import LossStep, with_backward
 from contratile.engine.plan import plan_tiles
 from contratile.losses.functional import pair_lse
 from contratile.planner.peers import Peer, peer_loss_bytes
@@ -68,12 +69,11 @@ def simulated(name: str, world: int, nodes: int = 1) -> tuple[LossStep, Simulate
             return clip_loss(image, text, scale, group=rank, ring=ring)
         return torch.stack([x.sum() for x in pair_lse(image, text, scale, group=rank, ring=ring)]).sum()
 
-    return backward(loss), rank
+    return with_backward(loss), rank
 
 
 def _inf_cl(world: int) -> LossStep:
     """The paper's ring without a network. Tiles in PyTorch replace its kernels; they allocate the same results."""
-    import inf_cl.ring
     import torch.distributed as dist
 
     class Echo:
@@ -92,19 +92,20 @@ def _inf_cl(world: int) -> LossStep:
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]  # documented, not in __all__
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    inf_cl.ring.RingComm = Echo
-    inf_cl.ring._flash_prob_forward = _tiled_lse
-    inf_cl.ring._flash_prob_backward = _tiled_gradients
+    theirs = private_copy("inf_cl.ring")
+    theirs.RingComm = Echo
+    theirs._flash_prob_forward = _tiled_lse
+    theirs._flash_prob_backward = _tiled_gradients
 
     def loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
         d = image.shape[1]
         head = 256 if d % 256 == 0 else d
-        rows = inf_cl.ring.cal_inf_loss(image, text, scale=scale, head_dim=head)
-        cols = inf_cl.ring.cal_inf_loss(text, image, scale=scale, head_dim=head)
+        rows = theirs.cal_inf_loss(image, text, scale=scale, head_dim=head)
+        cols = theirs.cal_inf_loss(text, image, scale=scale, head_dim=head)
         result: Tensor = (rows + cols) / 2
         return result
 
-    return backward(loss)
+    return with_backward(loss)
 
 
 EDGE = 512

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from contratile.engine.plan import TilePlan
-from contratile.engine.prefixes import Prefixes
+from contratile.engine.prefixes import WHOLE, Prefixes
 from contratile.engine.rule import PairRule
 from contratile.engine.spec import Spec
 from contratile.engine.stats import SideParts
 
 
 class Beside(NamedTuple):
-    """Features of another model, whose products tiles look at beside the scores."""
+    """Features of another model (a teacher or a guide), whose products are computed along with each tile of scores."""
 
     q: Tensor
     k: Tensor
@@ -30,7 +30,7 @@ class Beside(NamedTuple):
 
     row: Tensor | None
     col: Tensor | None
-    """Of a teacher, the centres of rows and columns (`stats.Taught`). Of a guide, its products of their positives."""
+    """Teacher: centres of rows and columns (`stats.TeacherSide`). Guide: the guide's products of their positives."""
 
     pos: Tensor | None = None
     """Receives the teacher's scores of the rows' positives in the forward pass."""
@@ -68,20 +68,20 @@ class Scores(NamedTuple):
     folded: bool = True
     """Multiply alpha into the queries. Otherwise it is multiplied into each tile, after products were compared."""
 
-    prefixes: Prefixes = Prefixes()
+    prefixes: Prefixes = WHOLE
     """Which prefixes of the features have scores of their own; only all features, as a rule."""
     teacher: Beside | None = None
-    """Its softmax weighs the scores in `SideParts.cross`."""
+    """The teacher: its softmax weights the scores in `SideParts.cross`."""
 
     guide: Beside | None = None
-    """Its products decide which pairs count: see `PairRule.within`."""
+    """The guide: its products decide which pairs count, see `PairRule.within`."""
 
     hardness: Tensor | None = None
-    """0-d: the factor of the products that rows read instead of alpha, except at positives."""
+    """0-d: the factor of the products in the rows' scores instead of alpha, except at positives."""
 
     @property
     def biased_late(self) -> bool:
-        """Rows multiply their scores, which biases would have rounded: tiles are made without them."""
+        """Whether tiles are made without biases, which are added later: a bias would round what hardness multiplies."""
         return self.hardness is not None and self.col_bias is not None
 
     @property
@@ -125,10 +125,10 @@ class Given(NamedTuple):
     col_sums: Tensor | None = None
     """Gradients of the sums of scores."""
 
-    teacher: Taughts | None = None
+    teacher: TeacherGrads | None = None
 
     def by_prefix(self, prefixes: Prefixes) -> list[Given]:
-        """One for each prefix; itself if there is one, of all features."""
+        """One record for each prefix; this record itself if there is only one."""
         if not prefixes.asked:
             return [self]
         row, col = self.row, self.col
@@ -143,7 +143,7 @@ class Given(NamedTuple):
         ]
 
 
-class Taughts(NamedTuple):
+class TeacherGrads(NamedTuple):
     """What the gradients of `SideStats.cross` are made from."""
 
     row: SideGrad | None

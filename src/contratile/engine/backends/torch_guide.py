@@ -1,8 +1,8 @@
-"""Log-sum-exps of the pairs that a guide lets count, and their gradients.
+"""Log-sum-exps with a guide, and their gradients.
 
-A guide is another model, whose features come with the call. Beside a tile of scores its products of the same pairs are
-computed; those above the limit of their row (or column) do not count, except positives. Both passes compute the same
-products, so they drop the same pairs.
+A guide is another model, whose features come with the call. For each tile of scores the guide's products of the same
+pairs are computed. Pairs whose product is above the limit of their row (or column) are dropped, except positives. Both
+passes compute the same products, so they drop the same pairs.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from contratile.engine.stats import part
 
 
 class Products(Protocol):
-    """Another model's products for the tiles of a pass, as the tiles come."""
+    """Computes another model's products for the tiles of a pass, one after the other."""
 
     def __call__(self, tile: Tile, spare_RC: Tensor) -> Tensor:
-        """The products, in memory that the next call writes over; `spare_RC` is scratch."""
+        """The products, in memory that the next call overwrites; `spare_RC` is scratch."""
 
     def spare(self, tile: Tile) -> Tensor:
-        """Scratch of the tile's shape."""
+        """Scratch memory of the tile's shape."""
 
 
 def guide_limit(level: Tensor | None, spec: Spec) -> Tensor | None:
-    """The highest product of the guide that counts, from that of the positive; infinite where there is none."""
+    """The highest guide product that counts, given the positive's; infinite where there is no positive."""
     return None if level is None else reference.guide_limit(level, spec.guide_margin, relative=spec.guide_relative)
 
 
 class GuidedReader(LseReader):
-    """`LseReader` of the pairs within the limits of the sides."""
+    """`LseReader` that drops pairs beyond the limits of the sides."""
 
     def __init__(self, rule: PairRule, row: Sums | None, col: Sums | None, products: Products) -> None:
         super().__init__(rule, row, col)
@@ -65,7 +65,7 @@ class GuidedReader(LseReader):
 
 
 class GuidedWeights(LseWeights):
-    """`LseWeights` of the pairs within the limits of the sides."""
+    """`LseWeights` that drop pairs beyond the limits of the sides."""
 
     def __init__(self, *sides: Any, products: Products, **more: Any) -> None:
         super().__init__(*sides, **more)
@@ -80,13 +80,13 @@ class GuidedWeights(LseWeights):
             return super().weigh(s_RC, g_RC, spare_RC, tile)
         for number, (dim, side, index) in enumerate(sides):
             assert side.limit is not None
-            # Positives are written later, see `positive`. The last side may write over the guide's products.
+            # Positives are written later, see `positive`. The last side may overwrite the guide's products.
             out = by_RC if number else spare_RC
             torch.le(by_RC, part(side.limit, index).unsqueeze(dim), out=out)
             out.mul_(part(side.weights(shift), index).unsqueeze(dim))
             if number:
                 spare_RC.add_(out)
-        # A pair that is dropped may score so far above those that count that its exponential overflows, and infinity
-        # times 0 is NaN. No pair that counts is above the log-sum-exps (1 is for rounding).
+        # A dropped pair may score so high that its exponential overflows, and infinity times 0 is NaN. Pairs that count
+        # are never above the log-sum-exps (1 allows for rounding).
         torch.clamp(s_RC, max=max(bounds) + 1, out=g_RC)
         exp2(g_RC, shift, g_RC).mul_(spare_RC)

@@ -1,9 +1,9 @@
-"""Tiles whose rows read other scores than their columns: those of negatives are larger the more similar they are.
+"""Hardness: rows see larger scores for negatives than columns do, the larger the more similar the pair.
 
-    row     (alpha + strength) <q, k> + bias, positives alpha <q, k> + bias        no gradient of the strength's share
-    column   alpha             <q, k> + bias
+    row      (alpha + strength) <q, k> + bias, positives alpha <q, k> + bias       no gradient through the strength
+    column    alpha             <q, k> + bias
 
-Weights multiply alpha <q, k> in both cases, so that gradients need nothing else.
+Gradients flow through alpha <q, k> in both cases, so the weights of a tile are all that the backward pass needs.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from contratile.engine.stats import SideParts, part
 
 
 class Hardness:
-    """What rows read in place of the scores of a tile."""
+    """Computes the scores that rows use instead of the tile's."""
 
     def __init__(self, scores: Scores, rule: PairRule, factor: Tensor) -> None:
-        """`factor` is that of the products of negatives, instead of the scores' alpha."""
+        """`factor` multiplies the products of negatives, instead of the scores' alpha."""
         assert scores.k is not None, "scores are not symmetric"
         self.rule, self.bias, self.times = rule, scores.col_bias, factor / scores.alpha
 
     def of(self, s_RC: Tensor, tile: Tile, out: Tensor) -> Tensor:
-        """In `out`, which may be the tile of scores itself."""
+        """Write the rows' scores to `out`, which may be the tile of scores itself."""
         places = [at.get().clone() for at in self.rule.places(s_RC, tile)]
         torch.mul(s_RC, self.times, out=out)
         for at, positive in zip(self.rule.places(out, tile), places, strict=True):
@@ -62,7 +62,7 @@ class HardReader:
 
 
 class HardWeights:
-    """The weights of rows and columns, each from the scores that it read."""
+    """The weights of rows and columns, each from its own scores."""
 
     def __init__(self, hardness: Hardness, both: LseWeights) -> None:
         self.hardness, self.both = hardness, both

@@ -1,10 +1,11 @@
-"""What happens to a tile of scores: readers reduce it to vectors, weights turn it into the gradient g. Here for
-log-sum-exps of rows and columns, with
+"""What happens to a tile of scores: readers reduce it to vectors, weights turn it into the gradient g.
+
+This file has them for log-sum-exps of rows and columns, with
 
     g = row.grad exp2(s - row.lse2) + col.grad exp2(s - col.lse2)
 
-Others are in `torch_softplus.py`, `torch_ranks.py` (readers only), and built on these in `torch_guide.py`,
-`torch_hardness.py` and `torch_teacher.py`.
+`torch_softplus.py` and `torch_ranks.py` (readers only) have others; `torch_guide.py`, `torch_hardness.py` and
+`torch_teacher.py` extend the ones here.
 
 Scores of excluded pairs are -inf and contribute nothing. A `limit` drops, for one side, the pairs whose product is
 above it, except the positive. Comparisons with the positives use products, before alpha: rounding after the
@@ -31,7 +32,7 @@ class Reader(Protocol):
         """Read the scores without changing them; `spare_RC` is scratch."""
 
     def parts(self) -> tuple[SideParts, SideParts]:
-        """After the last tile: what was gathered for the rows and for the columns."""
+        """After the last tile: the statistics of the rows and of the columns."""
 
 
 class Weights(Protocol):
@@ -69,6 +70,8 @@ def sides_of(tile: Tile, row: _T | None, col: _T | None) -> list[tuple[int, _T, 
 
 _NO_LEVEL = torch.zeros(())
 SPAN = {torch.float32: 60.0, torch.float64: 480.0}
+SUMS = {dtype: (2**-span, 2 ** (1.5 * span)) for dtype, span in SPAN.items()}
+"""Sums of exponentials at a good shift; the upper bound leaves room for the sums of many tiles."""
 
 
 def shared_shift(low: float, high: float, dtype: torch.dtype) -> float | None:
@@ -134,8 +137,8 @@ class LseReader:
     """Log-sum-exps of the rows, the columns, or both.
 
     The shift is guessed from the previous tile. If all sums are in range the guess was good; otherwise the maxima are
-    read and every side gets its own exp2. Reading the maxima would synchronise a GPU, so GPUs always use two exp2, and
-    so do sides with limits.
+    read and every side gets its own exp2. Reading the maxima would synchronise a GPU, so on GPUs, and with limits,
+    every side always has its own exp2.
     """
 
     def __init__(
@@ -144,7 +147,7 @@ class LseReader:
         """With limits, tiles are products, and `score_` turns those that count into scores."""
         self.rule, self.row, self.col, self.score_ = rule, row, col, score_
         self.by: Tensor | None = None  # compared with limits instead of the tile
-        self.shares = all(side is None or side.limit is None for side in (row, col))
+        self.shares = (row is None or row.limit is None) and (col is None or col.limit is None)
         self.shift: float | None = 0.0 if self.shares else None
 
     def read(self, s_RC: Tensor, spare_RC: Tensor, tile: Tile) -> None:
@@ -173,11 +176,11 @@ class LseReader:
         assert self.shift is not None
         exp2(s_RC, self.shift, e_RC)
         totals = self._totals(e_RC, sides)
-        bounds = [bound.item() for bound in torch.cat(totals).aminmax()] if totals else []
-        limit = 2 ** SPAN[s_RC.dtype]
-        # min and max would pass over a NaN; the upper bound leaves room for the sums of many tiles.
-        if not all(1 / limit <= bound <= limit**1.5 for bound in bounds):
-            return False
+        if totals:
+            low, high = torch.cat(totals).aminmax()
+            least, most = SUMS[s_RC.dtype]
+            if not (least <= low.item() and high.item() <= most):  # a NaN is neither
+                return False
         for (dim, side, index), total in zip(sides, totals, strict=True):
             side.add_(index, total)
             self.seen(e_RC, dim, side, index, None)
@@ -187,21 +190,23 @@ class LseReader:
         return [e_RC.sum(dim) for dim, _, _ in sides]
 
     def seen(self, e_RC: Tensor, dim: int, side: Sums, index: slice, level: Tensor | None) -> None:
-        """Called for the exponentials that were just added to a side, at a level or at the shared shift."""
+        """Hook for subclasses: these exponentials were just added to a side, at a level or at the shared shift."""
 
     def _below(self, limit: Tensor, s_RC: Tensor, out: Tensor, tile: Tile) -> Tensor:
-        """The scores of the positives and of all products up to a limit."""
+        """The scores of the positives and of all pairs within a limit."""
         out.copy_(s_RC).masked_fill_((s_RC if self.by is None else self.by) > limit, -torch.inf)
         for at, true in zip(self.rule.places(out, tile), self.rule.places(s_RC, tile), strict=True):
             at.put_(true.get())
         return out if self.score_ is None else self.score_(out, tile)
 
     def parts(self) -> tuple[SideParts, SideParts]:
-        row, col = (SideParts() if x is None else SideParts(*x.finish(self.shift)) for x in (self.row, self.col))
-        return row, col
+        return self._of(self.row), self._of(self.col)
+
+    def _of(self, side: Sums | None) -> SideParts:
+        return SideParts() if side is None else SideParts(*side.finish(self.shift))
 
 
-class Direction:
+class LseSide:
     """Log-sum-exps of the rows (or columns), and their gradients."""
 
     def __init__(self, lse2: Tensor, grad: Tensor, limit: Tensor | None = None) -> None:
@@ -236,8 +241,8 @@ class LseWeights:
 
     def __init__(
         self,
-        row: Direction | None,
-        col: Direction | None,
+        row: LseSide | None,
+        col: LseSide | None,
         *,
         rule: PairRule,
         pos: Tensor | None,
@@ -250,6 +255,7 @@ class LseWeights:
         `mirrored`: scores are symmetric, so rows are columns too. With limits, tiles are products, and `factor` times
         the products plus `col_bias` are the scores."""
         self.row, self.col, self.factor, self.col_bias = row, col, factor, col_bias
+        self.shares = (row is None or row.limit is None) and (col is None or col.limit is None)
         self.by: Tensor | None = None  # compared with limits instead of the tile
         labels = rule.labels
         if labels is None or pos is None:
@@ -277,7 +283,7 @@ class LseWeights:
         return part(self._both if both else self._own, rows)
 
     def one_side(self, *, row: bool) -> LseWeights:
-        """The same for negatives of rows alone, or of columns alone."""
+        """The weights of the rows alone, or of the columns alone, without positives."""
         rule = PairRule()
         return LseWeights(
             self.row if row else None, None if row else self.col, rule=rule, pos=None, pos_grad=None, mirrored=False
@@ -288,8 +294,7 @@ class LseWeights:
         if not sides:
             g_RC.zero_()
             return
-        unlimited = all(side.limit is None for _, side, _ in sides)
-        if len(sides) == 2 and s_RC.is_cpu and unlimited:
+        if self.shares and len(sides) == 2 and s_RC.is_cpu:
             (_, down, rows_at), (_, across, cols_at) = sides
             (low, high), (other_low, other_high) = down.bounds(rows_at), across.bounds(cols_at)
             shift = shared_shift(min(low, other_low), max(high, other_high), s_RC.dtype)

@@ -2,7 +2,7 @@
 
     row sums of softplus(s), positives' of -s      g = row.grad sigmoid(s), positives' -sigmoid(-s)
 
-Pairs that are positive by their ids turn their sign too.
+Pairs that are positive by their ids have the opposite sign too.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from contratile.engine.stats import SideParts, take
 
 
 def _classes(scores: Scores, spec: Spec) -> tuple[Tensor, Tensor]:
-    """What classes the sums go by: those given, ids, or one class for all."""
+    """The classes to sum over: those given, ids, or one class for all."""
     if spec.sums == "equal":
         query, key = scores.query_classes, scores.key_classes
     elif spec.sums in ("differ", "same"):
@@ -25,7 +25,7 @@ def _classes(scores: Scores, spec: Spec) -> tuple[Tensor, Tensor]:
 
 
 def _left_out(scores: Scores, spec: Spec) -> LeftOut:
-    """What sums leave out: the row itself where a set is compared with itself, and labelled positives."""
+    """The rows that sums leave out: a row itself if a set is compared with itself, and labelled positives."""
     rule = scores.rule
     if rule.exclude_self:
         assert len(scores.q) == len(scores.key), "a row's self is a row of the other side"
@@ -61,7 +61,7 @@ def add_sum_grads(dq: Tensor | None, dk: Tensor | None, scores: Scores, spec: Sp
     if dk is not None:
         add_class_grads(dk, q, alpha, other, own, given.col_sums, given.row_sums, differ=differ, left_out=out.col)
         if out.row is not None and out.col is None and given.row_sums is not None:
-            # Several queries may have the same labelled key: what they left out is taken off here.
+            # Several queries may have the same labelled key: subtract what they left out here.
             labelled = torch.where(take(other, out.row) == own, given.row_sums, 0).mul_(-alpha)
             for start in range(0, len(q), STEP):
                 at = slice(start, start + STEP)

@@ -1,9 +1,10 @@
-"""A teacher's softmax beside the student's scores: the statistics of distillation, and their gradients.
+"""Distillation: statistics of the student's scores under a teacher's softmax, and their gradients.
 
     cross_i = sum_j p_ij s_ij - centre_i        p_ij = exp2(t_ij - lse_i(t)), t the teacher's scores
     g_ij   += cross.grad_i p_ij                 the same for columns
 
-Beside a tile of scores s its products t of the same pairs are computed. The teacher has no gradient.
+For each tile of the student's scores s the teacher's scores t of the same pairs are computed. The teacher has no
+gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from contratile.engine.stats import SideParts, Stats, lowest, part
 
 
 class CrossSums(Sums):
-    """Partial log-sum-exps of the teacher, and with the same exponentials as weights sums of the student's scores."""
+    """Partial log-sum-exps of the teacher, and sums of the student's scores weighted by the same exponentials."""
 
     def __init__(self, n: int, like: Tensor, centre: Tensor) -> None:
         super().__init__(n, like)
@@ -35,7 +36,7 @@ class CrossSums(Sums):
 
 
 class TeacherReader(LseReader):
-    """What the student's reader gathers, and the sums of `CrossSums`."""
+    """Reads a tile for the student's statistics and for `CrossSums`."""
 
     def __init__(
         self,
@@ -63,10 +64,10 @@ class TeacherReader(LseReader):
 
     def seen(self, e_RC: Tensor, dim: int, side: Sums, index: slice, level: Tensor | None) -> None:
         assert isinstance(side, CrossSums)
-        # At the shared shift nothing reads the teacher's scores again.
+        # At the shared shift the teacher's scores are not needed again.
         out = self._teacher_RC if level is None else self.products.spare(self._tile)
         torch.sub(self._student_RC, part(side.centre, index).unsqueeze(dim), out=out)
-        if self.rule.query_ids is not None:  # excluded pairs have -inf, and a weight of 0
+        if self.rule.query_ids is not None:  # excluded pairs have a score of -inf and a weight of 0
             out.clamp_(min=lowest(out.dtype))
         total = out.mul_(e_RC).sum(dim)
         if level is None:

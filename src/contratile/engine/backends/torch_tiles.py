@@ -22,7 +22,7 @@ from contratile.engine.backends.block import Beside, Given, Gradients, Scores, S
 from contratile.engine.backends.torch_guide import GuidedReader, GuidedWeights, guide_limit
 from contratile.engine.backends.torch_hardness import Hardness, HardReader, HardWeights
 from contratile.engine.backends.torch_ranks import Beaten, RankReader
-from contratile.engine.backends.torch_reductions import Direction, LseReader, LseWeights, Reader, Sums, Weights
+from contratile.engine.backends.torch_reductions import LseReader, LseSide, LseWeights, Reader, Sums, Weights
 from contratile.engine.backends.torch_softplus import SoftplusReader, SoftplusWeights
 from contratile.engine.backends.torch_sums import add_sum_grads, with_class_sums
 from contratile.engine.backends.torch_teacher import CrossSums, TeacherReader, TeacherWeights
@@ -37,7 +37,7 @@ from contratile.engine.stats import SideParts, lowest, part
 def forward(scores: Scores, spec: Spec, pos: Tensor | None) -> tuple[SideParts, SideParts]:
     """Compute every tile and let the readers reduce it; write each row's positive score to `pos`."""
     plan, rule, prefixes = scores.plan, scores.rule, scores.prefixes
-    ws = Workspace(plan, scores.q, scores.key, tiles=3 if prefixes.asked or scores.hardness is not None else 2)
+    ws = Workspace(plan, scores.q, scores.key)
     readers, ranks = [_reader(scores, spec, ws) for _ in prefixes.blocks], _rank_reader(scores, spec)
     of_prefix = [pos] * len(readers) if pos is None or not prefixes.asked else pos.unbind(1)
     for block, tiles in plan.blocks():
@@ -121,9 +121,10 @@ def score_positives_(scores: Scores, products: Tensor) -> None:
 
 def _cached(scores: Scores, tile: Tile) -> Tensor | None:
     """The place of a tile in the cache, if it has one."""
-    if scores.cache is None or tile.end > scores.cache.shape[0]:
+    cache = scores.cache
+    if cache is None or tile.end > cache.shape[0]:
         return None
-    return as_tile(scores.cache[tile.offset : tile.end], tile, scores.plan)
+    return as_tile(part(cache, slice(tile.offset, tile.end)), tile, scores.plan)
 
 
 def _reader(scores: Scores, spec: Spec, ws: Workspace) -> Reader:
@@ -157,7 +158,7 @@ def _rank_reader(scores: Scores, spec: Spec) -> RankReader | None:
 
 
 def _limits(scores: Scores, spec: Spec) -> tuple[Tensor | None, Tensor | None]:
-    """Of rows and columns: the highest product that counts, the guide's if there is one."""
+    """The limits of rows and columns: the highest product that counts, or guide product if there is a guide."""
     if scores.guide is not None:
         return guide_limit(scores.guide.row, spec), guide_limit(scores.guide.col, spec)
     return _limit(scores.row_level, spec), _limit(scores.col_level, spec)
@@ -170,7 +171,7 @@ def _limit(level: Tensor | None, spec: Spec) -> Tensor | None:
 def guide_positives(scores: Scores, guide: Beside, level: Tensor) -> None:
     """Write the guide's product of each row with its positive, exactly as both passes compute it."""
     products = BesideProducts(scores, guide)
-    spare = Workspace(scores.plan, scores.q, scores.key, tiles=1)
+    spare = Workspace(scores.plan, scores.q, scores.key)
     for tile in scores.plan.tiles():
         if any(True for _ in scores.rule.places(spare.tile(0, tile), tile)):
             _read_positives(products(tile, spare.tile(0, tile)), tile, scores.rule, level)
@@ -179,7 +180,7 @@ def guide_positives(scores: Scores, guide: Beside, level: Tensor) -> None:
 def positives(scores: Scores, spec: Spec, level: Tensor) -> None:
     """Write each row's product with its positive: computes the tiles that hold one, exactly as `forward` will."""
     plan = scores.plan
-    ws = Workspace(plan, scores.q, scores.key, tiles=2)
+    ws = Workspace(plan, scores.q, scores.key)
     for block, tiles in plan.blocks():
         q_RD = ws.query(scores.q, block, scores.query_factor)
         for tile in tiles:
@@ -201,7 +202,7 @@ def backward(scores: Scores, spec: Spec, given: Given, into: Gradients) -> None:
     g_RC = weights of s_RC, + pos_grad where a column is the row's positive
     dq += alpha g k,   dk += g^T (alpha q),   dalpha += sum(g * (s - bias)) / alpha,   dbias += sum(g)
 
-    With prefixes each has its g; a block of features is multiplied with the sum of those of all prefixes it is in.
+    Each prefix has its own g; a block of features is multiplied by the sum of the g of all prefixes that contain it.
     """
     plan, (dq, dk, dalpha, _, once, *_) = scores.plan, into
     assert dk is None or dk.dtype == scores.alpha.dtype, "key gradients accumulate over row blocks, in full precision"
@@ -253,8 +254,7 @@ class _TileGradient:
         # Scores are kept without biases, which would round them.
         biased = not (scores.bias is None and scores.col_bias is None)
         self.apart = self.keep_scores and not spec.filters and not scores.biased_late and biased
-        tiles = 3 + len(self.weights) if self.nested else 3 if self.keep_scores else 2
-        self.ws = Workspace(scores.plan, scores.q, scores.key, tiles=tiles)
+        self.ws = Workspace(scores.plan, scores.q, scores.key)
 
     def g(self, tile: Tile, prefix: int) -> Tensor:
         return self.ws.tile(3 + prefix if self.nested else 0, tile)
@@ -346,19 +346,19 @@ def _weights(scores: Scores, spec: Spec, given: Given) -> Weights:
     return TeacherWeights(weights, of_teacher, rule, BesideProducts(scores, teacher))
 
 
-def _direction(side: SideGrad | None, scores: Scores, spec: Spec) -> Direction | None:
+def _direction(side: SideGrad | None, scores: Scores, spec: Spec) -> LseSide | None:
     if side is None:
         return None
     lse = side.lse
     assert lse is not None
     if scores.guide is not None:
-        # A row that the guide left without pairs: any finite number will do, as all its weights are set to 0.
+        # The guide may drop all pairs of a row: any finite number will do, because all its weights are set to 0.
         lse = lse.masked_fill(lse == -torch.inf, 0)
-        return Direction(lse, side.grad, guide_limit(side.level, spec))
-    # A row whose pairs are all excluded has -inf: use a finite floor instead.
-    if spec.exclude_self or spec.filters or scores.rule.query_ids is not None:
+        return LseSide(lse, side.grad, guide_limit(side.level, spec))
+    # A row whose pairs are all excluded, by a bias of -inf too, has -inf: use a finite floor instead.
+    if spec.exclude_self or spec.filters or scores.rule.query_ids is not None or scores.col_bias is not None:
         lse = lse.clamp(min=lowest(lse.dtype))
-    return Direction(lse, side.grad, _limit(side.level, spec))
+    return LseSide(lse, side.grad, _limit(side.level, spec))
 
 
 class BesideProducts:
@@ -367,7 +367,7 @@ class BesideProducts:
     def __init__(self, scores: Scores, beside: Beside) -> None:
         self.scores, self.beside = scores, beside
         plan = replace(scores.plan, d=beside.q.shape[1])
-        self._ws = Workspace(plan, beside.q, beside.k, tiles=2)
+        self._ws = Workspace(plan, beside.q, beside.k)
         self._rows: slice | None = None
 
     def __call__(self, tile: Tile, spare_RC: Tensor) -> Tensor:

@@ -16,25 +16,26 @@ def as_tile(memory: Tensor, tile: Tile, plan: TilePlan) -> Tensor:
 
 
 class Workspace:
-    """Buffers that all tiles of a pass share."""
+    """Buffers that all tiles of a pass share, made when they are first asked for."""
 
-    def __init__(self, plan: TilePlan, q: Tensor, k: Tensor, *, tiles: int) -> None:
+    def __init__(self, plan: TilePlan, q: Tensor, k: Tensor) -> None:
         dtype = accumulation_dtype(q.dtype)
-        shape = (plan.cols, plan.rows) if plan.flipped else (plan.rows, plan.cols)
-        self._tiles = [torch.empty(shape, dtype=dtype, device=q.device) for _ in range(tiles)]
+        self._plan = plan
+        self._tiles: dict[int, Tensor] = {}
+        self._views: dict[int, Tensor] = {}
         self._query = torch.empty(plan.rows, plan.d, dtype=dtype, device=q.device)
         self._scaled_query: Tensor | None = None
         self._query_grad: Tensor | None = None
-        self._plan = plan
-        self._views = [x.t() for x in self._tiles] if plan.flipped else self._tiles.copy()
         as_is = k.dtype == dtype and k.stride(1) == 1 and k.stride(0) >= k.shape[1]
         self._key = None if as_is else torch.empty(plan.cols, plan.d, dtype=dtype, device=k.device)
 
     def tile(self, index: int, tile: Tile) -> Tensor:
-        view = self._views[index]
-        if view.shape != tile.shape:  # most tiles have the same shape as the previous one
-            memory = self._tiles[index].view(-1)[: tile.end - tile.offset]
-            view = self._views[index] = as_tile(memory, tile, self._plan)
+        view = self._views.get(index)
+        if view is None or view.shape != tile.shape:  # most tiles have the same shape as the previous one
+            memory = self._tiles.get(index)
+            if memory is None:
+                memory = self._tiles[index] = self._query.new_empty(self._plan.rows * self._plan.cols)
+            view = self._views[index] = as_tile(part(memory, slice(0, tile.end - tile.offset)), tile, self._plan)
         return view
 
     def query(self, q: Tensor, rows: slice, factor: Tensor) -> Tensor:

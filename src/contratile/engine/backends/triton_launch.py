@@ -100,7 +100,7 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def number(x: Tensor, device: torch.device) -> Tensor:
+def device_number(x: Tensor, device: torch.device) -> Tensor:
     """A 0-d tensor on the device. A number from the CPU is passed by value: copying would synchronise."""
     return (
         torch.scalar_tensor(x.item(), dtype=torch.float32, device=device) if x.is_cpu else x.to(device, torch.float32)
@@ -117,8 +117,8 @@ class KernelCall:
     def __init__(self, scores: Scores, spec: Spec, device: Device) -> None:
         self.scores, self.spec, self.device = scores, spec, device
         self.kind = kind_of(device.arch, scores.q.dtype, spec.precision)
-        self.alpha = number(scores.alpha, scores.q.device)
-        self.bias = None if scores.bias is None else number(scores.bias, scores.q.device)
+        self.alpha = device_number(scores.alpha, scores.q.device)
+        self.bias = None if scores.bias is None else device_number(scores.bias, scores.q.device)
         self.labels = _dense(scores.rule.labels)
 
     @property
@@ -189,7 +189,7 @@ class KernelCall:
             blocks = -(-len(scores.q) // config.m)
             bounds = {name: self.labels.new_empty(blocks) for name in bounds}
         return {
-            "row_alpha": None if scores.hardness is None else number(scores.hardness, scores.q.device),
+            "row_alpha": None if scores.hardness is None else device_number(scores.hardness, scores.q.device),
             **{"alpha": self.alpha, "bias": self.bias, "col_bias": _dense(scores.col_bias), "labels": self.labels},
             **bounds,
             "query_ids": _dense(rule.query_ids),

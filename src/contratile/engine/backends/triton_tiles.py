@@ -19,7 +19,7 @@ from torch import Tensor
 from contratile.engine.backends import triton_configs, triton_forward, triton_gradient
 from contratile.engine.backends.block import Given, Gradients, Scores, SideGrad
 from contratile.engine.backends.precision import library_products
-from contratile.engine.backends.torch_reductions import Direction, LseWeights
+from contratile.engine.backends.torch_reductions import LseSide, LseWeights
 from contratile.engine.backends.torch_softplus import SoftplusWeights
 from contratile.engine.backends.torch_tiles import score_positives_
 from contratile.engine.backends.triton_configs import careful_config, cut_backward, cut_forward
@@ -326,7 +326,7 @@ def _positive_weights(scores: Scores, *, spec: Spec, given: Given) -> Tensor | N
             row, None if given.col is None else given.col.grad, **own
         )
     else:
-        sides = (None if x is None or x.lse is None else Direction(x.lse, x.grad) for x in (given.row, given.col))
+        sides = (None if x is None or x.lse is None else LseSide(x.lse, x.grad) for x in (given.row, given.col))
         weights = LseWeights(*sides, **own, mirrored=scores.k is None)
     return weights.positive(slice(0, len(pos)), both=True).contiguous()
 

@@ -21,9 +21,10 @@ from contratile.losses.directions import Direction, HardnessMode, PartitionMode
 class CachedMultipleNegativesRankingLoss(MiniBatches, MultipleNegativesRankingLoss):
     """Replaces `sentence_transformers.losses.CachedMultipleNegativesRankingLoss`: batches of any size.
 
-    The same loss as `MultipleNegativesRankingLoss`, with `contratile.GradCache` over mini-batches of texts: memory does
-    not grow with the batch, for a second forward pass. `forward` runs its first two phases and `backward()` the third,
-    so trainers use it like any other loss; `backward()` may be called once. Texts of similar length share a mini-batch.
+    The same loss as `MultipleNegativesRankingLoss`, with `contratile.GradCache` over mini-batches of texts: activations
+    do not grow with the batch, at the price of a second forward pass. `forward` runs the first two phases of GradCache
+    and `backward()` the third, so trainers use it like any other loss; `backward()` may be called once. Texts of
+    similar length share a mini-batch.
 
     Requirements: as for `MultipleNegativesRankingLoss`. Flattened inputs and StaticEmbedding models are not supported.
 

@@ -3,8 +3,8 @@
     ids = duplicate_ids(sentence_features, everywhere=True)
     info_nce(..., ids=ids.pairs, hard_ids=ids.negatives)
 
-A pair (anchor, positive) and another with the same anchor, or the same positive, are no negatives of each other, nor is
-a hard negative that is one of their texts.
+Pairs (anchor, positive) that share an anchor or a positive are not used as each other's negatives. A hard negative that
+equals one of a pair's texts is not used for that pair.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ from contratile.losses.memory_queue import gather_rows
 from contratile.ring.team import Team
 
 
-class Ids(NamedTuple):
+class DuplicateIds(NamedTuple):
     """Integers for the rows of a batch."""
 
     pairs: Tensor  # [N]
     negatives: Tensor | None  # [N, H]
 
 
-def duplicate_ids(columns: list[dict[str, Tensor]], *, everywhere: bool) -> Ids:
+def duplicate_ids(columns: list[dict[str, Tensor]], *, everywhere: bool) -> DuplicateIds:
     """The ids of tokenized columns: anchors, positives, then any number of negatives.
 
     `everywhere` also compares with the texts of all ranks, which is collective.
     """
-    sizes = [len(next(iter(features.values()))) for features in columns]
+    hashes = [text_hashes(features) for features in columns]
+    sizes = [len(x) for x in hashes]
     if len(set(sizes)) > 1:
         remedy = "Each anchor needs its own documents beside exclude_duplicates=."
         bad_value("exclude_duplicates", expected="columns of one length", got=sizes, remedy=remedy)
-    texts = torch.stack([text_hashes(features) for features in columns], 1)
+    texts = torch.stack(hashes, 1)
     team = Team.of("auto" if everywhere else None)
     (pairs,) = gather_rows(team, "exclude_duplicates", texts[:, :2].contiguous())
     known, at = torch.unique(pairs, return_inverse=True)
     root = torch.arange(len(known), device=known.device)
-    while True:  # texts of a pair take the lower root of the two, until all do
+    while True:  # both texts of a pair take the lower root of the two, until nothing changes
         lower = root[at].amin(1, keepdim=True).expand_as(at)
         found = root.scatter_reduce(0, at.flatten(), lower.flatten(), "amin")
         if torch.equal(found, root):
@@ -48,7 +49,7 @@ def duplicate_ids(columns: list[dict[str, Tensor]], *, everywhere: bool) -> Ids:
         root = found
     place = torch.searchsorted(known, texts).clamp_max_(len(known) - 1)
     ids = torch.where(known[place] == texts, known[root[place]], texts)
-    return Ids(ids[:, 0].contiguous(), ids[:, 2:].contiguous() if len(columns) > 2 else None)
+    return DuplicateIds(ids[:, 0].contiguous(), ids[:, 2:].contiguous() if len(columns) > 2 else None)
 
 
 def text_hashes(features: dict[str, Tensor]) -> Tensor:

@@ -20,11 +20,11 @@ from contratile.losses.gist import gist_loss
 from contratile.losses.options import PairOptions
 
 TIE = 1e-6
-"""Pairs that the guide finds as similar as the positive, such as duplicates, count, whichever way products round."""
+"""Tolerance for rounding: pairs that the guide finds exactly as similar as the positive, such as duplicates, count."""
 
 
 class GISTEmbedLoss(CheckedModule):
-    """Replaces `sentence_transformers.losses.GISTEmbedLoss`: negatives of a batch without those that a guide rejects.
+    """Replaces `sentence_transformers.losses.GISTEmbedLoss`: in-batch negatives, except those that a guide rejects.
 
     Computes, without the score matrices,
 
@@ -46,12 +46,12 @@ class GISTEmbedLoss(CheckedModule):
 
     Args:
         model: The SentenceTransformer.
-        guide: The SentenceTransformer that is asked; it is not trained.
+        guide: The SentenceTransformer that judges the pairs; it is not trained.
         temperature: Divides the cosines.
         margin_strategy: "absolute" rejects above positive - margin, "relative" above positive - margin * abs(positive).
         margin: The margin.
-        contrast_anchors: Other anchors are negatives too.
-        contrast_positives: Positives are compared with other positives too.
+        contrast_anchors: Also compare anchors with other anchors.
+        contrast_positives: Also compare positives with other positives.
         gather_across_devices: Use the documents of all ranks as negatives.
         tile: Edge of the tiles; None: chosen automatically.
         cache_bytes: Memory for keeping tiles from forward to backward.
@@ -128,7 +128,7 @@ class GISTEmbedLoss(CheckedModule):
             return embed_columns(self.guide, columns)
 
     def _retokenized(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The same texts for the guide."""
+        """The same texts, tokenized for the guide."""
         rows: Any = features["input_ids"]
         if "cu_seq_lens_q" in features:
             flat, bounds = rows[0].tolist(), features["cu_seq_lens_q"].tolist()

@@ -1,4 +1,4 @@
-"""What cached losses share: their columns go through the model in mini-batches, and twice."""
+"""What the cached losses share: columns go through the model in mini-batches, twice."""
 
 from __future__ import annotations
 
@@ -21,16 +21,23 @@ from contratile.integrations.sentence_transformers.options import OTHERWISE
 
 _FLAT = {
     "cu_seq_lens_q": f"Load the model without input flattening, {OTHERWISE}",
-    "offsets": "StaticEmbedding models have no activations to save: use MultipleNegativesRankingLoss.",
+    "offsets": "StaticEmbedding models have no activations to save: use {plain}.",
 }
 """Inputs that cannot be cut into mini-batches, by a key that they contain, with the remedy."""
 
 
 class MiniBatches:
-    """For a loss with `model` and `compute_loss_from_embeddings`: batches of any size, with `contratile.GradCache`."""
+    """Mixin for losses with `model` and `compute_loss_from_embeddings`: batches of any size, by GradCache."""
 
     model: nn.Module
     compute_loss_from_embeddings: Callable[..., Tensor]
+    mini_batch_size: int
+    mini_batch_num_tokens: int | None
+    show_progress_bar: bool
+    offload: Offload
+    lengths: Literal["auto", "off"] | ByLength
+    keep_graphs: KeepGraphs
+    memory_limit: int | None
 
     uses_gradient_cache = True
     """Read by the package's MatryoshkaLoss, which then wraps `calculate_loss`."""
@@ -46,15 +53,18 @@ class MiniBatches:
         memory_limit: int | None,
     ) -> None:
         """The part of the constructor."""
-        check_count("mini_batch_size", mini_batch_size, least=1)
-        if mini_batch_num_tokens is not None:
-            check_count("mini_batch_num_tokens", mini_batch_num_tokens, least=1)
         self.mini_batch_size = mini_batch_size
         self.mini_batch_num_tokens = mini_batch_num_tokens
         self.show_progress_bar = show_progress_bar
         self.offload = offload
         self.lengths, self.keep_graphs, self.memory_limit = lengths, keep_graphs, memory_limit
-        self._caches: dict[bool, tuple[nn.Module, GradCache]] = {}
+        self._caches: dict[bool, tuple[tuple[Any, ...], GradCache]] = {}
+
+    def check_option(self, name: str, value: Any) -> Any:
+        """Check an option when it is set."""
+        if name == "mini_batch_size" or (name == "mini_batch_num_tokens" and value is not None):
+            check_count(name, value, least=1)
+        return super().check_option(name, value)  # type: ignore[misc]  # of the loss
 
     def while_given(self, columns: list[dict[str, Tensor]]) -> AbstractContextManager[None]:
         """Entered while the loss of tokenized columns is computed."""
@@ -91,10 +101,12 @@ class MiniBatches:
     def _cache(self, whole: bool) -> GradCache:
         """The cache for whole columns, which it sorts and cuts, or for mini-batches that are already cut.
 
-        It is kept for later steps: what it found about the model in the first is still true.
+        It is kept until an option is set: what it found about the model in the first step is still true.
         """
+        sizes, kept = (self.mini_batch_size, self.mini_batch_num_tokens), (self.keep_graphs, self.memory_limit)
+        options = (self.model, *sizes, self.lengths, *kept, self.offload, self.show_progress_bar)
         known = self._caches.get(whole)
-        if known is None or known[0] is not self.model:
+        if known is None or known[0] != options:
             rows = self.mini_batch_size if self.mini_batch_num_tokens is None else sys.maxsize
             cache = GradCache(
                 _Embedding(self.model),
@@ -107,7 +119,7 @@ class MiniBatches:
                 offload=self.offload,
                 progress="bar" if self.show_progress_bar else None,
             )
-            known = self._caches[whole] = self.model, cache
+            known = self._caches[whole] = options, cache
         return known[1]
 
     @property
@@ -116,7 +128,7 @@ class MiniBatches:
         return self._caches[True][1].padding if True in self._caches else Padding()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies make caches of their own."""
+        """Copies of the loss make caches of their own."""
         return {**self.__dict__, "_caches": {}}
 
     def calculate_loss(self, reps: list[list[Tensor]], labels: Any = None, *, with_backward: bool = False) -> Tensor:
@@ -134,10 +146,11 @@ class MiniBatches:
         return loss.detach()
 
     def _mini_batches(self, features: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """Cut with the package's own functions, so that dropout draws the same masks; plain slices without them."""
+        """Cut with the package's own functions if they are loaded, so that dropout draws the same masks; else slice."""
         for name, remedy in _FLAT.items():
             if name in features:
                 got = f"flattened ones with {name}"
+                remedy = remedy.format(plain=type(self).__name__.removeprefix("Cached"))
                 bad_value("sentence_features", expected="padded inputs", got=got, remedy=remedy)
         package = sys.modules.get("sentence_transformers.base.losses.gradcache")
         if package is not None and hasattr(package, "_minibatch_ranges") and hasattr(package, "_create_minibatch"):

@@ -1,4 +1,4 @@
-"""Ranking losses whose batch goes through the model at once."""
+"""Ranking losses that encode the whole batch at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from contratile.errors import bad_value, check_choice, check_pairs
 from contratile.integrations.attributes import CheckedModule
 from contratile.integrations.sentence_transformers.citations import CPC, GTE, JINA
-from contratile.integrations.sentence_transformers.duplicates import Ids, duplicate_ids
+from contratile.integrations.sentence_transformers.duplicates import DuplicateIds, duplicate_ids
 from contratile.integrations.sentence_transformers.options import (
     Similarity,
     default_similarity,
@@ -67,8 +67,8 @@ class MultipleNegativesRankingLoss(CheckedModule):
         hardness_strength: Multiplies their similarity, which is added to their score without a gradient. Without a mode
             it has no effect, as in the package.
         margin: Ignore negatives that score above positive - margin; None: use all.
-        exclude_duplicates: Pairs that share an anchor or a positive, token for token, are no negatives of each other,
-            nor are hard negatives equal to one of their texts: no sampler has to keep them apart.
+        exclude_duplicates: Do not use pairs that share an anchor or a positive, token for token, as each other's
+            negatives, nor hard negatives that equal one of a pair's texts. No sampler has to keep duplicates apart.
         tile: Edge of the tiles; None: chosen automatically.
         cache_bytes: Memory for keeping tiles from forward to backward.
         matryoshka_dims: Sum the loss over truncated, normalised embeddings in one pass: the same value and gradients as
@@ -107,8 +107,6 @@ class MultipleNegativesRankingLoss(CheckedModule):
         matryoshka_weights: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
-        if not scale > 0:
-            bad_value("scale", expected="a positive number", got=scale, remedy="It is 1 / temperature.")
         self.model = model
         self.scale = scale
         self.similarity_fct = similarity_fct
@@ -123,14 +121,16 @@ class MultipleNegativesRankingLoss(CheckedModule):
         self.matryoshka_dims = matryoshka_dims
         self.matryoshka_weights = matryoshka_weights
         self.exclude_duplicates = exclude_duplicates
-        self._ids: Ids | None = None
+        self._ids: DuplicateIds | None = None
 
         check_directions(self.directions, partition_mode)
 
     def check_option(self, name: str, value: Any) -> Any:
         """Check an option when it is set. `directions` and `partition_mode` depend on each other and are set one after
         the other, so they are compared in the call."""
-        if name == "similarity_fct":
+        if name == "scale" and not value > 0:
+            bad_value(name, expected="a positive number", got=value, remedy="It is 1 / temperature.")
+        elif name == "similarity_fct":
             value = default_similarity() if value is None else value
             is_cosine(value)
         elif name == "directions":
@@ -161,7 +161,7 @@ class MultipleNegativesRankingLoss(CheckedModule):
 
     @contextmanager
     def texts_of(self, columns: list[dict[str, Tensor]]) -> Iterator[None]:
-        """Inside, losses are those of the embeddings of these texts."""
+        """Context in which losses are computed for the embeddings of these texts."""
         self._ids = duplicate_ids(columns, everywhere=self.gather_across_devices) if self.exclude_duplicates else None
         try:
             yield

@@ -44,7 +44,7 @@ def image_alone(towers: Towers) -> bool:
     return towers.left is towers.right and towers.left.kind == "image"
 
 
-def refuse(towers: Towers, to: str, *, expected: str, remedy: str) -> NoReturn:
+def refuse_towers(towers: Towers, to: str, *, expected: str, remedy: str) -> NoReturn:
     """Raise a ValueError: the format has no place for these towers."""
     bad_value(f"export to {to}", expected=expected, got=towers.config.towers, remedy=remedy)
 

@@ -14,8 +14,8 @@ from contratile.models.export.base import (
     image_alone,
     linear_head,
     preprocessing,
-    refuse,
     refuse_head,
+    refuse_towers,
     through_head,
 )
 from contratile.models.towers import Towers
@@ -40,10 +40,10 @@ def to_open_clip(towers: Towers, folder: Path) -> Exported:
     maker, _, name = towers.config.towers.partition(":")
     if maker != "open_clip":
         to = "sentence-transformers" if maker == "st" else "transformers"
-        refuse(towers, "open_clip", expected="open_clip: towers", remedy=f"Pass --to {to}.")
+        refuse_towers(towers, "open_clip", expected="open_clip: towers", remedy=f"Pass --to {to}.")
     if image_alone(towers):
         remedy = "The run trained on views of images; open_clip has no folder for an image encoder alone."
-        refuse(towers, "open_clip", expected="an image and a text encoder", remedy=remedy)
+        refuse_towers(towers, "open_clip", expected="an image and a text encoder", remedy=remedy)
     open_clip = import_needed(
         "open_clip", "open_clip_torch, and a torchvision that fits torch", needed_for="export to open_clip"
     )

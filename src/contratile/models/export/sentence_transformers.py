@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from contratile.models.base import import_needed
-from contratile.models.export.base import Exported, refuse, refuse_head
+from contratile.models.export.base import Exported, refuse_head, refuse_towers
 from contratile.models.towers import Towers
 
 USAGE = """\
@@ -25,7 +25,9 @@ def to_sentence_transformers(towers: Towers, folder: Path) -> Exported:
     """Write the modules of the model, the head as Dense modules, and Normalize."""
     if not towers.config.towers.startswith("st:"):
         to = "open_clip" if towers.config.towers.startswith("open_clip:") else "transformers"
-        refuse(towers, "sentence-transformers", expected="st: towers, which encode texts", remedy=f"Pass --to {to}.")
+        refuse_towers(
+            towers, "sentence-transformers", expected="st: towers, which encode texts", remedy=f"Pass --to {to}."
+        )
     package = import_needed(
         "sentence_transformers", "sentence-transformers", needed_for="export to sentence-transformers"
     )

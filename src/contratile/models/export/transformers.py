@@ -25,8 +25,8 @@ from contratile.models.export.base import (
     linear,
     linear_head,
     preprocessing,
-    refuse,
     refuse_head,
+    refuse_towers,
     through_head,
 )
 from contratile.models.pretrained import pretrained
@@ -65,7 +65,7 @@ def to_transformers(towers: Towers, folder: Path) -> Exported:
     maker, _, name = towers.config.towers.partition(":")
     if maker not in ("tiny", "hf"):
         to = "open_clip" if maker == "open_clip" else "sentence-transformers"
-        refuse(towers, TO, expected="tiny or hf: towers", remedy=f"Pass --to {to}.")
+        refuse_towers(towers, TO, expected="tiny or hf: towers", remedy=f"Pass --to {to}.")
     transformers = import_needed("transformers", "transformers", needed_for="export to transformers")
     if towers.config.head not in ("none", "linear"):
         refuse_head(towers, TO, "no head or a linear one: the models of transformers end in a projection")
@@ -181,7 +181,7 @@ def _pair(transformers: Any, towers: Towers) -> Any:
     if right.pooling != "pooler":
         expected = "a text model read through its pooler, as VisionTextDualEncoderModel does"
         remedy = "Train with --text-pooling pooler to export it, or use contratile.load in Python."
-        refuse(towers, TO, expected=expected, remedy=remedy)
+        refuse_towers(towers, TO, expected=expected, remedy=remedy)
     _check_pooled(towers, left.model)
     width = towers.left.width
     if not hasattr(left.model.config, "hidden_size"):  # models of timm have their own name for it
@@ -203,7 +203,7 @@ def _check_pooled(towers: Towers, vision: Any) -> None:
     pooled = getattr(vision(pixel_values=torch.zeros(1, 3, edge, edge)), "pooler_output", None)
     if pooled is None or pooled.dim() != 2:
         expected = "a vision model with a pooled output"
-        refuse(towers, TO, expected=expected, remedy="Use contratile.load in Python.")
+        refuse_towers(towers, TO, expected=expected, remedy="Use contratile.load in Python.")
 
 
 def _set_scale(model: Any, towers: Towers) -> list[str]:
@@ -253,10 +253,10 @@ def _image_alone(transformers: Any, towers: Towers, folder: Path) -> Exported:
         model, output = getattr(backbone, "model", None) or backbone.encoder, "pooler_output"
         if not isinstance(getattr(backbone, "projection", nn.Identity()), nn.Identity):
             expected = "CLIP, or a vision model without projection, for an image encoder alone"
-            refuse(towers, TO, expected=expected, remedy="Use contratile.load in Python.")
+            refuse_towers(towers, TO, expected=expected, remedy="Use contratile.load in Python.")
         if model.config.model_type == "timm_wrapper":
             expected = "another vision model: AutoImageProcessor prepares images for models of timm in its own way"
-            refuse(towers, TO, expected=expected, remedy="Use contratile.load in Python.")
+            refuse_towers(towers, TO, expected=expected, remedy="Use contratile.load in Python.")
         _check_pooled(towers, model)
     _save(model, folder)
     _save_preprocessing(towers.left, folder)

@@ -11,7 +11,7 @@ import torch
 import contratile as ct
 from contratile.engine.backends import triton_configs, triton_launch
 from contratile.engine.backends.triton_configs import TABLE, Arch, Config, Kernel, careful_config, config_for, kind_of
-from contratile.planner.traffic import Step
+from contratile.planner.traffic import StepTraffic
 from tests.engine.kernels.interpreter import launches
 from tests.losses.test_cost import Meter
 
@@ -34,7 +34,7 @@ def test_bytes_are_those_of_the_formula(
     q, k = (numbers(n, d, seed=seed, kind=kind).requires_grad_() for seed in (1, 2))
     scale = torch.tensor(5.0, requires_grad=True)
     config = config_for(80, d, kind_of(80, dtype_of(kind), "ieee"), tile=16)
-    step = Step(n, d, q.dtype.itemsize, config, processors=1, workspace=workspace)
+    step = StepTraffic(n, d, q.dtype.itemsize, config, processors=1, workspace=workspace)
     ct.clip_loss(q, k, scale, **HOW)  # the first call of all tries the backend out
     with launches() as seen:
         loss = ct.clip_loss(q, k, scale, **HOW)
@@ -44,11 +44,11 @@ def test_bytes_are_those_of_the_formula(
         assert (seen.loaded, seen.stored) == step.gradient()
 
 
-def steps_of(arch: Arch) -> Step:
+def steps_of(arch: Arch) -> StepTraffic:
     """N = 32k, D = 512, bf16."""
     forward, gradient = (config_for(arch, 512, "16-bit", kernel=kernel) for kernel in KERNELS)
     low = careful_config(arch, forward).m
-    return Step(32768, 512, 2, forward, 108, triton_configs.WORKSPACE_BYTES, gradient, low)
+    return StepTraffic(32768, 512, 2, forward, 108, triton_configs.WORKSPACE_BYTES, gradient, low)
 
 
 @pytest.mark.parametrize(("m", "n"), [(64, 16), (128, 32), (32, 64)])
@@ -58,7 +58,7 @@ def test_bytes_of_tiles_of_other_shapes(m: int, n: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(triton_launch, "config_for", lambda *_, **__: config)
     for size in (256, 215):
         q, k = (numbers(size, 16, seed=seed, kind="bf16").requires_grad_() for seed in (1, 2))
-        step = Step(size, 16, 2, config, processors=1, workspace=triton_configs.WORKSPACE_BYTES)
+        step = StepTraffic(size, 16, 2, config, processors=1, workspace=triton_configs.WORKSPACE_BYTES)
         scale = torch.tensor(5.0, requires_grad=True)
         ct.clip_loss(q, k, scale, backend="triton", group=None)
         with launches() as seen:

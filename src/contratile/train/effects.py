@@ -1,0 +1,46 @@
+"""Options that would have no effect: a run refuses them before it starts, so that nobody believes that they had one.
+
+    check_effects(config)
+
+Only a run that starts is checked. Whoever loads the configuration of a finished one does not mind.
+"""
+
+from __future__ import annotations
+
+from contratile.errors import bad_value
+from contratile.models.towers import TowerConfig
+from contratile.train.config import LossConfig, TrainConfig
+
+
+def check_effects(config: TrainConfig) -> None:
+    """Refuse options that have no effect beside the others.
+
+    Raises:
+        ValueError: There is such an option; the message names it, and what it needs.
+    """
+    loss, towers, data = config.loss, config.towers, config.data
+    usual_loss, usual_towers = LossConfig(), TowerConfig()
+    for option, needs, idle in (
+        ("partition_mode", "--directions beyond query_to_doc", not loss.more.several),
+        ("hardness_mode", "--hardness-strength above 0", not loss.hardness_strength),
+        ("guide_margin_strategy", "--guide-margin other than 0", not loss.guide_margin),
+        ("ids", "--same-id exclude or positive", loss.same_id == "negative"),
+        ("cache_mib", "--backend auto, torch or triton", loss.backend == "dense"),
+        ("max_scale", "a scale that is learned", not towers.learn_scale),
+    ):
+        if idle and getattr(loss, option) != getattr(usual_loss, option):
+            _refuse(option, needs, getattr(loss, option))
+    for option, needs, idle in (
+        ("keep_outputs", "--lock image, text or both", towers.lock == "none"),
+        ("init_bias", "--loss siglip", loss.loss != "siglip"),
+    ):
+        if idle and getattr(towers, option) != getattr(usual_towers, option):
+            _refuse(option, needs, getattr(towers, option))
+    if data.test_names and data.test_share != type(data)().test_share:
+        _refuse("test_share", "no --test-data, which is held out instead", data.test_share)
+    if any(not query.strip() for query in config.run.queries):
+        bad_value("queries", expected="texts to search for", got="an empty one", remedy="Drop it.")
+
+
+def _refuse(option: str, needs: str, got: object) -> None:
+    bad_value(option, expected=f"{needs}, without which it has no effect", got=got, remedy="Drop it, or pass that too.")
