@@ -297,7 +297,7 @@ def test_directions_and_hardness_are_refused(options: dict[str, Any]) -> None:
 def test_kernels_do_not_cover_it() -> None:
     x = Inputs(randn(4, 8, seed=1), randn(4, 8, seed=2), torch.tensor(1.0))
     with pytest.raises(ValueError, match="got matryoshka_dims"):
-        registry.choose(x, Spec(backend="triton", prefixes=(4, 8)))
+        registry.choose(x, Spec(backend="triton", dims=(4, 8)))
 
 
 def test_raw_features_do_not_warn_and_equal_normalised_ones() -> None:

@@ -27,9 +27,9 @@ def pair_stats(x: Inputs, spec: Spec) -> PairStats:
 
 def _schema(*records: type) -> str:
     """The arguments of an operator that takes the fields of these records."""
-    names: dict[Any, str] = {Tensor: "Tensor", bool: "bool", int: "SymInt", float: "float", str: "str"}
-    optional = {kind | None: f"{name}?" for kind, name in names.items()}
-    names[tuple[int, ...]] = "int[]"
+    names = {Tensor: "Tensor", bool: "bool", int: "SymInt", float: "float", str: "str"}
+    optional: dict[Any, str] = {kind | None: f"{name}?" for kind, name in names.items()}
+    optional[tuple[int, ...] | None] = "int[]?"
     fields = [(name, kind) for record in records for name, kind in get_type_hints(record).items()]
     kinds = [str if get_origin(kind) is Literal else kind for _, kind in fields]
     return ", ".join(f"{(names | optional)[kind]} {name}" for kind, (name, _) in zip(kinds, fields, strict=True))
@@ -40,7 +40,7 @@ def _call(arguments: Iterable[Any]) -> tuple[Inputs, Spec, Ring, list[Any]]:
     each = iter(arguments)
     x = Inputs(*(next(each) for _ in Inputs._fields))
     spec = Spec(*(next(each) for _ in Spec._fields))
-    spec = spec._replace(prefixes=tuple(spec.prefixes))  # a list in the operator's arguments
+    spec = spec._replace(dims=spec.dims and tuple(spec.dims))  # a list in the operator's arguments
     return x, spec, Ring.flat(ALONE, (x.keys.shape[0],), total=x.query.shape[0]), list(each)
 
 

@@ -116,11 +116,11 @@ class Spec(NamedTuple):
     precision: str | None = None
     """None follows `torch.get_float32_matmul_precision()`. The passes read it: a compiler cannot trace that call."""
 
-    prefixes: tuple[int, ...] = ()
+    dims: tuple[int, ...] | None = None
     """Ask for the scores of the first 64, 128, ... features, ascending: statistics get an axis for them."""
 
     normalize: bool = False
-    """With `prefixes`: divide each truncated row by its norm."""
+    """With `dims`: divide each truncated row by its norm."""
     guide_margin: float = 0.0
     """With a guide, per side: drop pairs whose guide similarity exceeds the positive's minus this margin."""
 
@@ -135,6 +135,10 @@ class Spec(NamedTuple):
     def unit(self) -> float:
         """Nats per unit of the scores: log-sum-exps are computed in base 2."""
         return 1.0 if self.reduce == "softplus" else 1 / LOG2E
+
+    @property
+    def prefixes(self) -> tuple[int, ...]:
+        return self.dims or ()
 
     @property
     def sums_rows(self) -> bool:
@@ -181,7 +185,7 @@ class SideStats(NamedTuple):
 class PairStats(NamedTuple):
     """The answer. Totals, sums and positives are logits in units of `unit` nats; `nats` converts them.
 
-    With `Spec.prefixes` every [N] is [N, prefixes].
+    With `Spec.dims` every [N] is [N, prefixes].
 
     Losses convert once, after summing: exp2 is faster than exp, and converting every element first would round N times.
     """

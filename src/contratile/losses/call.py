@@ -58,8 +58,9 @@ class Call(NamedTuple):
         key = others[0] if others and self.views == 1 else query
         extra = None if self.options is None else self.options.extra_keys
         mine = self.views * query.shape[0], self.views * key.shape[0], 0 if extra is None else extra.shape[0]
-        sizes: list[tuple[int, ...]] = [(size,) for size in mine]
-        queries, keys, extras = sizes
+        queries: tuple[int, ...] = (mine[0],)
+        keys: tuple[int, ...] = (mine[1],)
+        extras: tuple[int, ...] = (mine[2],)
         schedule = ONE_RANK
         if team.size > 1:
             facts = team.handshake(self._facts(*mine))

@@ -32,7 +32,7 @@ class Matryoshka(NamedTuple):
         return cls(tuple(dim for dim, _ in each), tuple(float(weight) for _, weight in each), normalize)
 
     def spec(self, spec: Spec) -> Spec:
-        return spec._replace(prefixes=self.dims, normalize=self.normalize)
+        return spec._replace(dims=self.dims, normalize=self.normalize)
 
     def total(self, losses: Tensor) -> Tensor:
         """The weighted sum of losses [N, dims] over the dimensions [N]."""

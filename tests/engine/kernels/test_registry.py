@@ -58,7 +58,7 @@ def test_auto_takes_kernels_on_a_gpu_and_torch_elsewhere(monkeypatch: pytest.Mon
 ASKED: dict[str, tuple[Inputs, Spec]] = {
     "float64": (on_gpu(torch.float64), Spec()),
     "softplus of one set": (on_gpu(key=None), Spec(reduce="softplus")),
-    "matryoshka_dims": (on_gpu(), Spec(prefixes=(2, 4))),
+    "matryoshka_dims": (on_gpu(), Spec(dims=(2, 4))),
     "a teacher": (on_gpu(teacher_query=torch.ones(2, 2)), Spec()),
     "a guide": (on_gpu(guide_query=torch.ones(2, 2)), Spec()),
 }

@@ -76,7 +76,7 @@ def _by_prefix(x: Inputs, spec: Spec) -> PairStats:
     acc, found = accumulation_dtype(x.query.dtype), []
     for dim in spec.prefixes:
         query, key = (reference.prefix(side.to(acc), dim, spec.normalize) for side in (x.query, x.key))
-        found.append(pair_stats(x._replace(query=query, key=key), spec._replace(prefixes=())).tensors())
+        found.append(pair_stats(x._replace(query=query, key=key), spec._replace(dims=None)).tensors())
     return PairStats.of([None if xs[0] is None else torch.stack(xs, -1) for xs in zip(*found, strict=True)])
 
 
