@@ -120,7 +120,7 @@ def test_further_sections_are_what_the_losses_compute() -> None:
     added: dict[str, Any] = {"key_bias": torch.randn(24), "extra_bias": torch.randn(7), "hard_bias": torch.randn(24, 3)}
     given |= added
     exec(biases, given)
-    torch.testing.assert_close(ct.info_nce(*pair, scale, **more, **added), given["loss"])
+    torch.testing.assert_close(ct.info_nce(*pair, scale, **(more | added)), given["loss"])
     exec(elsewhere, given)
     torch.testing.assert_close(ct.info_nce(*pair, scale, **more, in_batch_negatives=False), given["loss"])
     exec(directions, given)
