@@ -224,6 +224,16 @@ WRONG: list[tuple[str, Any, dict[str, Any]]] = [
     ("num_images: expected a tensor .rows., got NoneType", several_images, {"pixel_values": torch.ones(3)}),
     ("pixel_values: expected 8 entries", several_images, {**image_batch(1), "pixel_values": torch.ones(3, 4)}),
     ("cu_seq_lens_q: expected a tensor .rows . 1., got NoneType", packed_sequences, {"input_ids": torch.ones(1, 3)}),
+    (
+        "cu_seq_lens_q: expected 0 and then rising numbers, got .1, 3.",
+        packed_sequences,
+        {"input_ids": torch.ones(1, 3), "cu_seq_lens_q": torch.tensor([1, 3])},
+    ),
+    (
+        "cu_seq_lens_q: expected 0 and then rising numbers, got .0, 3, 2, 5.",
+        packed_sequences,
+        {"input_ids": torch.ones(1, 5), "cu_seq_lens_q": torch.tensor([0, 3, 2, 5])},
+    ),
     ("input_ids: expected .* tokens", packed_sequences, {**packed_batch(1), "input_ids": torch.ones(1, 3)}),
     ("inputs: expected lists of one length, got a 1, b 2", processed(dict), {"a": [1], "b": [1, 2]}),
     ("chunk_size: expected a number with split_fn, got 'auto'", image_patches, GOOD),
@@ -242,6 +252,8 @@ def test_without_split_fn_the_tensor_is_named() -> None:
         ct.GradCache(Patches(), clip, 3).step(GOOD, GOOD)
     with pytest.raises(ValueError, match="split_fn: expected one for each of 1 inputs, got 2"):
         ct.GradCache(Patches(), clip, 3, split_fn=(None, None)).step(GOOD)
+    with pytest.raises(TypeError, match=r"split_fn of input 0: expected ct.Rows, got dict"):
+        ct.GradCache(Patches(), clip, 3, split_fn=dict).step(GOOD, GOOD)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="inputs 'images': expected a list, got Tensor"):
         processed(dict)({"images": torch.ones(3)})
 

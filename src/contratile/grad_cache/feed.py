@@ -22,6 +22,7 @@ from contratile.grad_cache.chunks import Encoder, Nest, blocks, count_rows, is_w
 from contratile.grad_cache.encoded import EncoderSide, RowIndex
 from contratile.grad_cache.lengths import ByLength, Pool, SplitPool, token_columns
 from contratile.grad_cache.plan import Padding, Piece, by_length, by_rows, in_pieces
+from contratile.grad_cache.rows import Rows as SplitRows
 from contratile.grad_cache.rows import SplitFn
 from contratile.grad_cache.sorting import Sorting
 from contratile.grad_cache.wrappers import check_equal_counts, is_collective, wrappers_of
@@ -156,7 +157,7 @@ class Feed:
         split = self._split(side.index)
         if split is None:
             return self.sorting.pools(side, nests)
-        return [SplitPool(split(nest), f"input {side.index}") for nest in nests]
+        return [SplitPool(_rows(split(nest), side.index), f"input {side.index}") for nest in nests]
 
     def _split(self, index: int) -> SplitFn | None:
         return self.split_fn[index] if isinstance(self.split_fn, Sequence) else self.split_fn
@@ -276,3 +277,11 @@ def _check_chunk_size(chunk_size: ChunkSize) -> int | tuple[int, ...] | Literal[
     check_count("chunk_size", chunk_size, least=1)
     assert isinstance(chunk_size, int)
     return chunk_size
+
+
+def _rows(found: object, index: int) -> SplitRows:
+    """Check what a `split_fn` returned."""
+    if not isinstance(found, SplitRows):
+        remedy = "It says how many rows there are and how to take some of them."
+        bad_type(f"split_fn of input {index}", expected="ct.Rows", got=type(found).__name__, remedy=remedy)
+    return found

@@ -111,13 +111,15 @@ def packed_sequences(inputs: Mapping[str, Any]) -> Rows:
         got = list(ends.shape) if isinstance(ends, Tensor) else type(ends).__name__
         bad_value("cu_seq_lens_q", expected="a tensor [rows + 1]", got=got, remedy="It starts with 0.")
     bounds = ends.long().cpu()
-    total = int(bounds[-1])
+    total, lengths = int(bounds[-1]), bounds[1:] - bounds[:-1]
+    if bounds[0] != 0 or (lengths < 1).any():
+        remedy = "It holds where sequences end, and 0 before the first."
+        bad_value("cu_seq_lens_q", expected="0 and then rising numbers", got=bounds.tolist()[:8], remedy=remedy)
     tokens = [name for name, x in inputs.items() if isinstance(x, Tensor) and x.dim() >= 2 and len(x) == 1]
     for name in tokens:
         if inputs[name].shape[1] != total:
             expected = f"{total} tokens, where cu_seq_lens_q ends"
             bad_value(name, expected=expected, got=inputs[name].shape[1], remedy="Do not pad packed sequences.")
-    lengths = bounds[1:] - bounds[:-1]
     return Rows(len(lengths), partial(_take_packed, inputs, tokens, bounds, lengths), lengths)
 
 

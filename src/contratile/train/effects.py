@@ -24,7 +24,6 @@ def check_effects(config: TrainConfig) -> None:
         ("partition_mode", "--directions beyond query_to_doc", not loss.more.several),
         ("hardness_mode", "--hardness-strength above 0", not loss.hardness_strength),
         ("guide_margin_strategy", "--guide-margin other than 0", not loss.guide_margin),
-        ("ids", "--same-id exclude or positive", loss.same_id == "negative"),
         ("cache_mib", "--backend auto, torch or triton", loss.backend == "dense"),
         ("max_scale", "a scale that is learned", not towers.learn_scale),
     ):
@@ -40,6 +39,12 @@ def check_effects(config: TrainConfig) -> None:
         _refuse("test_share", "no --test-data, which is held out instead", data.test_share)
     if any(not query.strip() for query in config.run.queries):
         bad_value("queries", expected="texts to search for", got="an empty one", remedy="Drop it.")
+
+
+def check_ids(loss: LossConfig, usual: str) -> None:
+    """Refuse to choose ids that nothing is compared with. The usual ones pass, as runs write them to their files."""
+    if loss.same_id == "negative" and loss.ids not in ("auto", usual):
+        _refuse("ids", "--same-id exclude or positive", loss.ids)
 
 
 def _refuse(option: str, needs: str, got: object) -> None:

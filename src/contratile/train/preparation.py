@@ -29,7 +29,7 @@ from contratile.train.chunk import choose_chunk
 from contratile.train.claim import Claim, remove_unused
 from contratile.train.config import TrainConfig
 from contratile.train.config_file import CONFIG, load_config, save_config
-from contratile.train.effects import check_effects
+from contratile.train.effects import check_effects, check_ids
 from contratile.train.encoders import locked_outputs, shared_towers, step_encoders
 from contratile.train.launch import join
 from contratile.train.memory_check import check_memory
@@ -196,9 +196,11 @@ class PreparedRun:
         check_kept_outputs(self.config, self.source)
         self.negatives = negatives_of(self.config, self.source)
         loss = self.config.loss
-        if loss.ids == "auto" and loss.loss not in ("siglip", "ntxent") and loss.same_id != "negative":
+        if loss.loss not in ("siglip", "ntxent"):
             ids: Literal["left", "right"] = "left" if traits_of(self.source).several_texts else "right"
-            self.config = replace(self.config, loss=replace(loss, ids=ids))
+            check_ids(loss, ids)
+            if loss.ids == "auto":
+                self.config = replace(self.config, loss=replace(loss, ids=ids))
         self.config = fit_batch(self.config, self.source, self.accelerator.num_processes)
         batch = self.config.run.batch
         if batch != asked:
