@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from contratile.report.tracking import history
+from contratile.train import preparation
 from contratile.train.config_file import CONFIG, load_config
 from contratile.train.effects import check_effects
 from contratile.train.loop import Trainer
@@ -76,6 +77,16 @@ def test_options_without_effect_are_refused(options: dict[str, Any], told: str, 
     with pytest.raises(ValueError, match=told):
         Trainer(small(table, tmp_path / "run", **options))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_of_an_earlier_version_is_resumed_whatever_its_options(
+    table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle = {**SHORT, "init_bias": -5.0}
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation, "check_effects", lambda config: None)
+        Trainer(small(table, tmp_path / "run", **idle)).run()
+    assert Trainer(small(table, tmp_path / "run", **idle)).resumed is not None
 
 
 def test_a_strategy_of_no_margin_is_refused(table: Path, tmp_path: Path) -> None:

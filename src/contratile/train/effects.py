@@ -2,7 +2,7 @@
 
     check_effects(config)
 
-Only a run that starts is checked. Whoever loads the configuration of a finished one does not mind.
+Only a new run is checked. One that is resumed, or loaded, may be of an earlier version, which accepted them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def check_effects(config: TrainConfig) -> None:
         bad_value("queries", expected="texts to search for", got="an empty one", remedy="Drop it.")
 
 
-def check_ids(loss: LossConfig, usual: str) -> None:
+def check_ids_compared(loss: LossConfig, usual: str) -> None:
     """Refuse to choose ids that nothing is compared with. The usual ones pass, as runs write them to their files."""
     if loss.same_id == "negative" and loss.ids not in ("auto", usual):
         _refuse("ids", "--same-id exclude or positive", loss.ids)

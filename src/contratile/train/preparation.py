@@ -29,7 +29,7 @@ from contratile.train.chunk import choose_chunk
 from contratile.train.claim import Claim, remove_unused
 from contratile.train.config import TrainConfig
 from contratile.train.config_file import CONFIG, load_config, save_config
-from contratile.train.effects import check_effects, check_ids
+from contratile.train.effects import check_effects, check_ids_compared
 from contratile.train.encoders import locked_outputs, shared_towers, step_encoders
 from contratile.train.launch import join
 from contratile.train.memory_check import check_memory
@@ -148,7 +148,8 @@ class PreparedRun:
         check_trackers(config.run.track)
         self.config = absolute_paths(config)
         check_there(self.config)
-        check_effects(self.config)
+        if not (self.config.run.out / CONFIG).exists():  # runs of earlier versions may have had any options
+            check_effects(self.config)
         self.notices = []
         self.step, self.best, self.best_step, self.evaluated = 0, -math.inf, 0, -1
         self._join_processes()
@@ -198,7 +199,7 @@ class PreparedRun:
         loss = self.config.loss
         if loss.loss not in ("siglip", "ntxent"):
             ids: Literal["left", "right"] = "left" if traits_of(self.source).several_texts else "right"
-            check_ids(loss, ids)
+            check_ids_compared(loss, ids)
             if loss.ids == "auto":
                 self.config = replace(self.config, loss=replace(loss, ids=ids))
         self.config = fit_batch(self.config, self.source, self.accelerator.num_processes)
