@@ -68,7 +68,6 @@ def test_fp16_wants_an_accelerator(table: Path, tmp_path: Path) -> None:
         ({"max_scale": 50.0, "learn_scale": False}, "max_scale: expected a scale that is learned"),
         ({"keep_outputs": False}, "keep_outputs: expected --lock image, text or both"),
         ({"init_bias": -5.0}, "init_bias: expected --loss siglip"),
-        ({"test_data": "icons", "test_share": 0.3}, "test_share: expected no --test-data"),
         ({"queries": ("red", " ")}, "queries: expected texts to search for, got an empty one"),
         ({"backend": "triton"}, "backend='triton': expected a device and a Triton that kernels run on"),
     ],

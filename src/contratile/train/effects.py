@@ -18,7 +18,7 @@ def check_effects(config: TrainConfig) -> None:
     Raises:
         ValueError: There is such an option; the message names it, and what it needs.
     """
-    loss, towers, data = config.loss, config.towers, config.data
+    loss, towers = config.loss, config.towers
     usual_loss, usual_towers = LossConfig(), TowerConfig()
     for option, needs, idle in (
         ("partition_mode", "--directions beyond query_to_doc", not loss.more.several),
@@ -35,8 +35,6 @@ def check_effects(config: TrainConfig) -> None:
     ):
         if idle and getattr(towers, option) != getattr(usual_towers, option):
             _refuse(option, needs, getattr(towers, option))
-    if data.test_names and data.test_share != type(data)().test_share:
-        _refuse("test_share", "no --test-data, which is held out instead", data.test_share)
     if any(not query.strip() for query in config.run.queries):
         bad_value("queries", expected="texts to search for", got="an empty one", remedy="Drop it.")
 
