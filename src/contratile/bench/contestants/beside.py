@@ -88,9 +88,8 @@ def gist_dense(query: Tensor, key: Tensor, scale: Tensor, *guide: Tensor) -> Ten
     return F.cross_entropy(torch.cat(scores, 1), torch.arange(len(query), device=query.device))
 
 
-def cached_gist() -> LossStep:
-    """The loss stage of sentence-transformers' cached loss, with gradients of the embeddings."""
-    from sentence_transformers.sentence_transformer.losses import CachedGISTEmbedLoss
+def _given(kind: str = "model") -> Any:
+    """A model for sentence-transformers' losses that is not run: the features of this kind are given."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
@@ -99,8 +98,6 @@ def cached_gist() -> LossStep:
     one_word = untyped(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
 
     class Given(torch.nn.Module):
-        """Embeddings are given: no model is run."""
-
         tokenizer = one_word
         max_seq_length = 1
 
@@ -108,7 +105,36 @@ def cached_gist() -> LossStep:
             """Its first module, which is asked for its kind."""
             return torch.nn.Identity()
 
-    model: Any = Given()
+        def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {"sentence_embedding": features[kind]}
+
+    return Given()
+
+
+def gist_products() -> LossStep:
+    """sentence-transformers' loss with its cosines, made of N x N x D numbers, as matrix products of unit features."""
+    from sentence_transformers.sentence_transformer.losses import GISTEmbedLoss
+
+    class Products(GISTEmbedLoss):
+        def sim_matrix(self, embed1: Tensor, embed2: Tensor) -> Tensor:
+            return embed1 @ embed2.T
+
+    module = cache(lambda scale: Products(_given(), _given("guide"), temperature=1 / scale))
+
+    def loss(query: Tensor, key: Tensor, scale: Tensor, *guide: Tensor) -> Tensor:
+        pairs = zip((query, key), guide, strict=True)
+        columns = [{"model": x, "guide": seen} for x, seen in pairs]
+        value: Tensor = module(scale.item())(columns, torch.empty(0))
+        return value
+
+    return with_backward(loss)
+
+
+def cached_gist() -> LossStep:
+    """The loss stage of sentence-transformers' cached loss, with gradients of the embeddings."""
+    from sentence_transformers.sentence_transformer.losses import CachedGISTEmbedLoss
+
+    model = _given()
     module = cache(
         lambda scale: CachedGISTEmbedLoss(model, model, temperature=1 / scale, mini_batch_size=GIST_MINI_BATCH)
     )

@@ -27,6 +27,7 @@ from contratile.bench.contestants.beside import (
     distilled,
     gist,
     gist_dense,
+    gist_products,
     guided,
     open_clip_distill,
     taught,
@@ -326,6 +327,13 @@ FAMILY = (
                 load=lambda: with_backward(gist),
                 about="the loss of GISTEmbedLoss, all contrasts, of unit features",
                 linear=32,
+            ),
+            LossContestant(
+                name="sentence_transformers_products",
+                load=gist_products,
+                about="GISTEmbedLoss with matrix products for its cosines",
+                matrices=16.0,
+                package="sentence-transformers",
             ),
             LossContestant(
                 name="sentence_transformers_cached",

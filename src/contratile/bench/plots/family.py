@@ -20,6 +20,7 @@ FAMILY_LABELS = LABELS | {
     "open_clip": "open_clip SigLipLoss",
     "sentence_transformers": "sentence-transformers",
     "sentence_transformers_cached": "sentence-transformers cached",
+    "sentence_transformers_products": "sentence-transformers, products",
     "info_nce_pytorch": "info-nce-pytorch",
 }
 
