@@ -44,6 +44,7 @@ from contratile.train.setup import (
     check_augmentation,
     check_kept_outputs,
     check_kinds,
+    check_prefixes,
     check_sharding,
     check_texts,
     fit_batch,
@@ -214,6 +215,7 @@ class PreparedRun:
     def _build_towers(self) -> None:
         wait, resumed = self.accelerator.wait_for_everyone, run_of(self.resumed) if self.resumed else None
         self.towers = shared_towers(self.config, self.source, main=self.main, wait=wait, resumed=resumed)
+        check_prefixes(self.config, self.towers.left.width)
         if self.zero_shot is not None:
             check_kinds(self.zero_shot.source, self.towers.kinds)
         self.towers.to(self.accelerator.device).train()
