@@ -88,9 +88,9 @@ class _LabelLoss(CheckedModule):
             accepted = "CosineSimilarity(), or DotProductSimilarity()" + " with p=2 and power=1" * products
             self._refuse(name, value, accepted, known=known)
         elif name == "reducer":
-            accepted = dict.fromkeys((self.default_reducer, *self.reducers))
-            known = value is None or any(_is(value, reducer) for reducer in accepted)
-            self._refuse(name, value, " or ".join(f"{reducer}()" for reducer in accepted), known=known)
+            reducers = dict.fromkeys((self.default_reducer, *self.reducers))
+            known = value is None or any(_is(value, reducer) for reducer in reducers)
+            self._refuse(name, value, " or ".join(f"{reducer}()" for reducer in reducers), known=known)
         elif name == "embedding_regularizer":
             self._refuse(name, value, "None", known=value is None)
         elif name == "collect_stats":
