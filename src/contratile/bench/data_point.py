@@ -95,7 +95,7 @@ class DataPoint:
 
 
 class Unable(RuntimeError):
-    """A contestant cannot take its turn; the message is the status of its row."""
+    """Raised when a contestant cannot take its turn; the message is the status of its row."""
 
 
 # --- in the process -----------------------------------------------------------------------------------------------

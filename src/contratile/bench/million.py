@@ -4,7 +4,7 @@
     python -m contratile.bench.million --n 65536 --out out # seconds
 
 The dense loss would hold several matrices of N x N numbers, 4 TiB each. Written is OUT/million.json. CPU seconds are
-recorded beside wall time: they are hardly disturbed by what else the machine does.
+recorded next to wall time, because other programs hardly disturb them.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ KernelName = Literal["forward", "gradient"]
 LEAST_GAIN = 0.03
 """A candidate replaces the default if it is faster by more than this, and by more than the noise."""
 BUSY = 0.1
-"""With more noise than this, that the default is as fast as the rest says nothing about an earlier choice."""
+"""With more noise than this, a result in favour of the default does not discard an earlier choice."""
 DEFAULT, AGAIN = "default", "default, again"
 """The default is timed twice, to see the noise."""
 
@@ -85,10 +85,10 @@ class Tuning:
     """How much times of the default differ, at least `LEAST_GAIN`."""
 
     timed: bool
-    """Not if kernels are interpreted, or if the default does not run: then nothing was recorded either."""
+    """False if kernels are interpreted or the default does not run; then nothing was recorded either."""
 
     wrong: list[str] = field(default_factory=list)
-    """Candidates that computed something else than fp64."""
+    """Candidates whose results differ from fp64."""
 
 
 class Subject(ABC):

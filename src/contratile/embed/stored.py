@@ -104,7 +104,7 @@ class Arrays:
 
 
 class Parquet:
-    """NAME.parquet. Features are read anew for each search."""
+    """NAME.parquet. Features are read again for each search."""
 
     def __init__(self, path: Path, record: Record) -> None:
         self._path, self._parquet, self._width = path, need("pyarrow.parquet"), record.width
