@@ -88,7 +88,7 @@ class Stats(NamedTuple):
 
 
 class SideParts(NamedTuple):
-    """Running statistics of the rows, or of the columns, over the blocks seen so far. None: not asked for."""
+    """Running statistics of the rows, or of the columns, over the blocks seen so far. None: not requested."""
 
     level: Tensor | None = None
     total: Tensor | None = None

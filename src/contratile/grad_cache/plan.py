@@ -132,7 +132,7 @@ class Padding(NamedTuple):
     """Tokens that were encoded, padding included."""
 
     given: int = 0
-    """Tokens as they came: rows times columns."""
+    """Tokens of the inputs as given: rows times columns."""
 
     @property
     def saved(self) -> float:

@@ -35,7 +35,7 @@ def features_of(options: PairOptions) -> list[Tensor]:
 
 
 def named_models(options: PairOptions) -> list[object]:
-    """What all ranks must agree on."""
+    """The options of the teacher and the guide that all ranks must agree on."""
     found: list[object] = []
     if options.teacher is not None:
         found += ["teacher", options.teacher_weight, options.teacher_temperature, options.return_terms]

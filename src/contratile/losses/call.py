@@ -108,7 +108,7 @@ class Call(NamedTuple):
         return [*self.features.values(), *self.numbers.values(), *more]
 
     def _facts(self, queries: int, keys: int, extra: int) -> Facts:
-        """What the ranks compare."""
+        """What the ranks compare in the handshake."""
         query, options, spec = next(iter(self.features.values())), self.options, self.spec
         more = "extra_keys", "key_bias", "extra_bias"
         inputs = {**self.features, **{name: getattr(options, name, None) for name in more}, **self.numbers}

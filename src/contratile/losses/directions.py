@@ -42,7 +42,7 @@ class Directions(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether nothing is asked for beyond InfoNCE."""
+        """Whether all options have their defaults, which are InfoNCE."""
         return self == PLAIN
 
     @property
@@ -63,7 +63,7 @@ class Directions(NamedTuple):
 
     @property
     def hardness(self) -> float:
-        """The strength, 0 if there is no mode."""
+        """The strength; 0 without a mode."""
         return 0.0 if self.hardness_mode is None else float(self.hardness_strength)
 
     @property

@@ -66,7 +66,7 @@ class PairOptions(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether nothing is asked for beyond the loss of the features. Types go first: False is no number."""
+        """Whether all options have their defaults. Types are compared first, because False == 0."""
         return tuple(map(type, self)) == _TYPES and self == PLAIN
 
     @property
@@ -81,7 +81,7 @@ class PairOptions(NamedTuple):
 
     @property
     def sums(self) -> bool:
-        """Whether sums of scores are needed beside log-sum-exps."""
+        """Whether sums of scores are needed in addition to log-sum-exps."""
         return self.label_smoothing > 0 or self.return_stats or self.several_positives
 
     @property

@@ -36,7 +36,7 @@ def spread(
     """The least and most seconds of a step that the doubtful inputs allow together.
 
     Overlap from 0.5 to 0.9, pipe overlap from 0 to 1, latency from 400 to 900 clocks, the L2 bandwidth 30 % up or down,
-    and products up to 10 % slower. This is no confidence interval: the counts and the model itself may be wrong.
+    and products up to 10 % slower. This is not a confidence interval: the counts and the model itself may be wrong.
 
     Args:
         gpu: A GPU or its name.

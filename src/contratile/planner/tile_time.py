@@ -17,7 +17,7 @@ keeps blocks out of step. Without asynchronous copies (one stage) loads come on 
 tensor cores issue from the same lanes as the epilogue, so these two never overlap.
 
 `overlap` and `pipe_overlap` were set once, to meet published rates of attention kernels, which are loops of the same
-kind (`tests/planner/test_published.py`). They are not fitted to this library's kernels: nobody has timed those.
+kind (`tests/planner/test_published.py`). They are not fitted to this library's kernels, which have not been timed.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ class TileWork:
     """Pipeline stages; with 1, copies are not asynchronous."""
 
     bytes_on_the_way: float = math.inf
-    """Asynchronous copies of a block that are under way at once: all stages but the one that is multiplied."""
+    """Asynchronous copies of a block in flight at once: all stages but the one that is multiplied."""
 
     fills: float = 1.0
-    """How often per tile the pipeline of copies starts anew; 0 if it runs on across tiles, as in attention."""
+    """How often per tile the pipeline of copies restarts; 0 if it continues across tiles, as in attention."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -294,7 +294,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Zero-shot classification during training, beside retrieval on held-out pairs."""
+    """Zero-shot classification during training, in addition to retrieval on held-out pairs."""
 
     zero_shot: str = ""
     """Data to classify: named as in --data, with class names as texts, or the folder of a CLIP_benchmark data set."""
