@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
         "--out",
         type=Path,
         help="where to write the contact sheet, a name that ends in .png (default: search.png in the folder, "
-        "NAME.search.png beside NAME.npy)",
+        "NAME.search.png next to NAME.npy)",
     )
     return parser
 

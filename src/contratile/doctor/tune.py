@@ -157,7 +157,7 @@ class CpuTiles(Subject):
         return step
 
     def _rule(self) -> Choice:
-        """The tiles of the rule, whatever is in the file."""
+        """The tiles of the rule, whatever the file of tuned ones says."""
         rule = plan_tiles(self.n, self.n, self.d, itemsize=self.itemsize)
         return rule.rows, rule.cols
 

@@ -86,7 +86,7 @@ class Record:
             return record
         except FileNotFoundError:
             remedy = "Embed the data again: versions before 0.2 did not write it, and an interrupted call has not yet."
-            bad_value("embedded features", expected=f"{path.name} beside them", got="none", remedy=remedy)
+            bad_value("embedded features", expected=f"{path.name} next to them", got="none", remedy=remedy)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             remedy = "It is damaged or from another version: embed the data again."
             got = f"{type(error).__name__}"

@@ -211,7 +211,7 @@ _forced: dict[str, Choice] = {}
 
 @contextlib.contextmanager
 def forced(kind: str, choice: Choice | None) -> Iterator[None]:
-    """Use a choice in this process, whatever was recorded; forward and backward go inside together."""
+    """Context manager: use a choice in this process, whatever was recorded. Run forward and backward inside it."""
     before = _forced.pop(kind, None)
     if choice is not None:
         _forced[kind] = choice

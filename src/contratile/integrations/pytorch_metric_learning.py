@@ -45,7 +45,7 @@ class _LabelLoss(CheckedModule):
     """The constructor and the call that both losses share.
 
     Where pytorch-metric-learning is installed, instances are also instances of its `BaseMetricLossFunction`, because
-    `DistributedLossWrapper` takes no others. Nothing of it is used.
+    `DistributedLossWrapper` takes no others. The base class's code is not used.
     """
 
     def __new__(cls, *arguments: Any, **options: Any) -> "_LabelLoss":

@@ -87,7 +87,7 @@ class Directions(NamedTuple):
             bad_type("share_hard_negatives", expected="True or False", got=got, remedy=remedy)
         if self.hardness_strength and self.hardness_mode is None:
             remedy = f"Pass hardness_mode=, one of {', '.join(map(repr, HARDNESS_MODES))}."
-            bad_value("hardness_strength", expected="hardness_mode= beside it", got="none", remedy=remedy)
+            bad_value("hardness_strength", expected="hardness_mode= with it", got="none", remedy=remedy)
 
 
 PLAIN = Directions()

@@ -290,7 +290,7 @@ def _facts(query: Tensor, key: Tensor, call: str, extra: int = 0) -> Facts:
 
 
 def _shuffled(seed: int, queries: Tensor, keys: Tensor) -> Tensor:
-    """Random numbers from 0 on for pairs of queries [B, 1] and keys [B, K]: the same for a pair, whatever is around it.
+    """Random numbers from 0 up for pairs of queries [B, 1] and keys [B, K], which depend on the pair alone.
 
     The finalizer of splitmix64, applied to the seed and the numbers one after the other. Products wrap around.
     """

@@ -28,9 +28,9 @@ class Processor:
     """The entry of `triton_configs.TABLE`."""
 
     flops_per_clock: Mapping[str, float]
-    """Dense product flops per clock by kind (`16-bit`, `tf32`, `tf32x3`, `ieee`), with fp32 accumulation (a multiply-add is two
-    flops). `ieee` means CUDA cores on NVIDIA, fp32 matrix instructions on AMD; `tf32x3` is a third of `tf32`. Missing
-    kinds run as `ieee`."""
+    """Dense product flops per clock by kind (`16-bit`, `tf32`, `tf32x3`, `ieee`), with fp32 accumulation. A
+    multiply-add is two flops. `ieee` means CUDA cores on NVIDIA, fp32 matrix instructions on AMD; `tf32x3` is a third
+    of `tf32`. Missing kinds run as `ieee`."""
 
     exp2_per_clock: int
     """Results of exp2 per clock, all lanes: the special function units."""

@@ -198,7 +198,7 @@ def _limit(
 def _held_bytes(
     config: TrainConfig, towers: Towers, blocks: tuple[Nest, Nest], processes: int, second: Towers | None
 ) -> int:
-    """Bytes that a step holds besides a chunk: gradients, optimiser state, the batch's inputs and features, the loss."""
+    """Bytes that a step holds besides a chunk: gradients, optimiser state, the batch's inputs and features, loss."""
     run, loss = config.run, config.loss
     trained = sum(p.numel() * p.element_size() for p in towers.parameters() if p.requires_grad)
     tiled = tiled_loss_bytes(

@@ -53,7 +53,7 @@ def whole_sum(
 
 @triton.jit(do_not_specialize=["N"])
 def side_weights(lse, grad, shift, weight, far, N, BLOCK: tl.constexpr):
-    """A block of rows, or of columns."""
+    """The weights of a block of rows, or of columns."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     common = tl.load(shift)
     above = common - tl.load(lse + at, mask=at < N, other=0.0)

@@ -150,7 +150,7 @@ class KernelCall:
         return next((config for config in known if config == found), None)
 
     def _height(self, kernel: Kernel) -> int:
-        """How high a tile may be: the more is kept of it in registers, the lower."""
+        """Height of a tile: the more of it is kept in registers, the lower."""
         spec, arch, kind = self.spec, self.device.arch, self.kind
         if spec.reduce == "softplus" or spec.sums == "equal":
             return 64
@@ -247,7 +247,7 @@ class KernelCall:
         return {"DOWN": fold.down, "PAIR": fold.pair, **({"ACROSS": fold.across} if across else {})}
 
     def fast(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of the fast launch. Products are not negated for a negative alpha there; their bars are.
+        """The arguments of the fast launch. For a negative alpha the bars (positives' products) are negated, not the products:
 
         -p > bar means p < -bar, that is: p is not above the number just below -bar.
         """
@@ -260,7 +260,7 @@ class KernelCall:
         }
 
     def careful(self, arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The arguments of the careful launches: log-sum-exps and other statistics apart, to keep registers free."""
+        """The arguments of the careful launches: log-sum-exps first, then other statistics, to save registers."""
         ranks, sums = (
             [f"{side}_{name}" for side in ("row", "col") for name in names]
             for names in (("higher", "equal"), ("sums", "counts"))
