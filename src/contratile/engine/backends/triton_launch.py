@@ -247,7 +247,7 @@ class KernelCall:
         return {"DOWN": fold.down, "PAIR": fold.pair, **({"ACROSS": fold.across} if across else {})}
 
     def fast(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of the fast launch. For a negative alpha the bars (positives' products) are negated, not the tile:
+        """The arguments of the fast launch. For a negative alpha the bars (positives' products) are negated, not tiles:
 
         -p > bar means p < -bar, that is: p is not above the number just below -bar.
         """
