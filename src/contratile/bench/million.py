@@ -43,7 +43,7 @@ class MeasuredStep:
     scale_grad: float
     seconds: float
     cpu_seconds: float
-    """Of all threads of the process."""
+    """CPU seconds of all threads of the process."""
 
     predicted_cpu_seconds: float
     """From a smaller step, times (N / smaller N)²."""
@@ -52,7 +52,7 @@ class MeasuredStep:
     """Peak resident memory minus that before the step; gradients included."""
 
     peak_extra_mib: float | None
-    """The same without the gradients."""
+    """The same growth without the gradients."""
 
     peak_process_mib: float | None
     """Peak resident memory of the whole process: Python, torch, features, gradients and the step."""

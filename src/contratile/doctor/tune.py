@@ -95,11 +95,11 @@ class Subject(ABC):
     """One thing to tune."""
 
     kind: str
-    """As in `engine.tuned`."""
+    """The kind of entry in `engine.tuned`."""
 
     device: torch.device
     name: str
-    """Of the device, as it is recorded."""
+    """Name of the device, as it is recorded."""
 
     dtype: str
     n: int
@@ -324,7 +324,7 @@ def _timed(subject: Subject, steps: dict[str, Step], notify: Notify) -> dict[str
 
 
 def _noise(times: dict[str, list[float]]) -> float:
-    """By how much times of the default differ: the best of its two entries, and the median from the best."""
+    """Relative difference of the default's times: between the bests of its two entries, and between median and best."""
     default = times[DEFAULT] + times[AGAIN]
     return max(LEAST_GAIN, abs(min(times[AGAIN]) / min(times[DEFAULT]) - 1), median(default) / min(default) - 1)
 

@@ -49,7 +49,7 @@ class Mined(NamedTuple):
     """Queries with fewer negatives than asked for."""
 
     none: int
-    """Those of them that have none."""
+    """Queries without any negative."""
 
     positive: float
     """Mean score of the positives (of several, the lowest) of queries with negatives; NaN if there are none."""

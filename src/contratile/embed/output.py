@@ -28,7 +28,7 @@ class Output(NamedTuple):
     """The files of some features."""
 
     features: dict[str, Path]
-    """By side. All sides of a .parquet are in one file."""
+    """Files of features by side. A .parquet holds all sides in one file."""
 
     keys: Path | None
     """JSON lines, one for each row of features; None if they are in the .parquet too."""

@@ -32,7 +32,7 @@ TILE = 16384
 """Rows that are scored at once."""
 
 EVERY = 64
-"""Of every so many lines of keys the position in the file is kept."""
+"""The file position of every EVERY-th line of keys is kept."""
 
 BLOCK = 1 << 20
 LONGEST = 1 << 22

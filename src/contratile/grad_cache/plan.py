@@ -85,7 +85,7 @@ def _cheapest_ends(widths: Sequence[int], last: Sequence[int], overhead: int) ->
     only starts worth trying are rows where the width changes, and rows from which a chunk is full.
 
     Args:
-        widths: Of each row, descending.
+        widths: Width of each row, descending.
         last: For each row: the latest end of a chunk that starts there.
         overhead: Tokens for each chunk.
     """

@@ -118,7 +118,7 @@ class Gpu:
     Fabric, else PCIe."""
 
     link_source: str
-    """Which link that is."""
+    """The link that `link_bandwidth` describes, and where the figure comes from."""
 
     source: str
     """Where the remaining figures come from."""

@@ -34,7 +34,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         product_bytes: Bytes that those operators read and wrote.
         moved: Bytes that all other operators read and wrote, views not counted.
         operators: Operators that read or wrote anything.
-        seconds: Of all operators, as a clock estimates them.
+        seconds: Seconds of all operators, as a clock estimates them.
         grown_seconds: The part of them spent on new pages where the heap grows. A pass without gradients keeps nothing
             and does not grow the heap, so it does not need them.
     """

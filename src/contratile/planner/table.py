@@ -42,7 +42,7 @@ def spread(
         gpu: A GPU or its name.
         n: Pairs.
         d: Features.
-        dtype: Of the features.
+        dtype: Dtype of the features.
         precision: How fp32 features are multiplied.
         costs: A generation of kernels.
 
@@ -80,7 +80,7 @@ def step_table(
         gpus: GPUs or their names.
         n: Pairs.
         d: Features.
-        dtype: Of the features.
+        dtype: Dtype of the features.
         precision: How fp32 features are multiplied.
         generations: Costs by name.
 

@@ -39,7 +39,7 @@ class Assumptions:
     """Share of the faster pipes' time that the slowest pipe hides, within the epilogue of a tile."""
 
     latency_clocks: int = 600
-    """Of loads from L2 under load, with the barriers around them."""
+    """Latency of loads from a busy L2, including the barriers around them."""
 
     dram_share: float = 0.85
     """Share of the DRAM bandwidth that is reached (gpu-benches measures 0.81 on an H200 to 0.95 on an A100)."""
@@ -60,7 +60,7 @@ class TileWork:
     """What one tile asks of its multiprocessor."""
 
     flops: float
-    """Of its products."""
+    """Flops of its products."""
 
     kind: str = "16-bit"
     """How they are multiplied."""
@@ -187,8 +187,8 @@ def resident_blocks(unit: Processor, *, warps: int, registers: int, shared_bytes
     Args:
         unit: The multiprocessor.
         warps: Warps (waves) of a block.
-        registers: Per thread; they are allocated in steps of 8.
-        shared_bytes: Of a block.
+        registers: Registers per thread; they are allocated in steps of 8.
+        shared_bytes: Shared memory per block.
 
     Returns:
         The least of what registers, shared memory, threads and block slots allow.

@@ -134,7 +134,7 @@ class Team:
             leaving: What the target receives.
             arriving: Where to put what the origin sends, in the same order.
             hop: Target and origin.
-            tag: Of the first tensor; the others have the following ones.
+            tag: Tag of the first tensor; the others get the following numbers.
             across: Use the lane between nodes.
         """
         group = self.lane if across and self.lane is not None else self.group

@@ -38,7 +38,7 @@ class Claim:
 
 
 _ours: weakref.WeakValueDictionary[str, Claim] = weakref.WeakValueDictionary()
-"""By folder. As text: at the end of a program paths can no longer be compared."""
+"""Claims of this process by folder. Keys are strings, because paths cannot be compared at interpreter exit."""
 
 
 def claim(run: Path) -> Claim | None:

@@ -72,7 +72,7 @@ def gist(query: Tensor, key: Tensor, scale: Tensor, *guide: Tensor) -> Tensor:
 
 
 def gist_dense(query: Tensor, key: Tensor, scale: Tensor, *guide: Tensor) -> Tensor:
-    """The same from matrix products of all scores."""
+    """The same loss from matrix products of all scores."""
     of_query, of_key = guide
     limit = (of_query * of_key).sum(1, keepdim=True)
     scores: list[Tensor] = []

@@ -128,7 +128,7 @@ class Case:
     """Products of that size in a step that keeps no scores: half as many if the scores are symmetric."""
 
     beside_products: int = 0
-    """The same of another model's features."""
+    """Products of another model's features, likewise."""
 
     beside_width: float = 1.0
     """Features of the other model for each of these."""
