@@ -49,7 +49,7 @@ class Transformer:
 
     @property
     def forward_flops(self) -> int:
-        """Flops of a sample's forward pass: per token 24 width² for products with weights, 4 tokens * width for attention."""
+        """Flops of a forward pass: per token 24 width² for products with weights, 4 tokens * width for attention."""
         return self.layers * self.tokens * (24 * self.width**2 + 4 * self.tokens * self.width)
 
 

@@ -97,7 +97,7 @@ class Call(NamedTuple):
             check_count("tile", spec.tile, least=1)
         registry.check(spec.backend, next(iter(self.features.values())).device, team.size)
         normalizes = self.options is not None and self.options.normalizes
-        if self.name != "pair_lse" and not normalizes:  # pair_lse makes no claim about what its scores are
+        if self.name != "pair_lse" and not normalizes:  # pair_lse takes any products
             look_once(self.name, tuple(self.features.values()), self.numbers)
 
     def _tensors(self) -> list[object]:

@@ -194,7 +194,7 @@ def _positives_alone(x: Inputs, spec: Spec, options: PairOptions) -> tuple[PairS
     if x.guide_query is not None and x.guide_key is not None:
         of_guide = own_products(x.guide_query, x.guide_key.index_select(0, x.labels).unsqueeze(1)).squeeze(1)
         stats = stats._replace(guide_level=of_guide)
-    nothing_above = 0 * pos  # with a gradient: there may be no negative yet
+    nothing_above = 0 * pos  # in the graph, as there may be no negatives yet
     tally = Tally(nothing_above, pos, torch.ones_like(pos), torch.zeros_like(pos))
     return stats._replace(pos=pos, level=level), without_positives(tally) if options.several_positives else tally
 

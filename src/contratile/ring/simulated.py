@@ -67,7 +67,7 @@ class TransferLog:
 
     def restart(self) -> None:
         """Forget everything, and count from now on."""
-        self.__init__(self.inside, self.across)  # type: ignore[misc]  # the fields' defaults, once more
+        self.__init__(self.inside, self.across)  # type: ignore[misc]  # reset the fields to their defaults
         self._mark = time.perf_counter()
 
     def stop(self) -> None:

@@ -184,7 +184,7 @@ class Team:
             store.set(keys[self.rank], header.decode())
             store.wait(keys)
             headers: list[bytes] = store.multi_get(keys)
-            if turn > 1:  # every rank has read the turn before the last one
+            if turn > 1:  # every rank has read the headers of turn - 2
                 store.delete_key(f"contratile/{turn - 2}/{self.rank}")
             return headers
 

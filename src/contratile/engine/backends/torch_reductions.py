@@ -179,7 +179,7 @@ class LseReader:
         if totals:
             low, high = torch.cat(totals).aminmax()
             least, most = SUMS[s_RC.dtype]
-            if not (least <= low.item() and high.item() <= most):  # a NaN is neither
+            if not (least <= low.item() and high.item() <= most):  # False for NaN
                 return False
         for (dim, side, index), total in zip(sides, totals, strict=True):
             side.add_(index, total)
