@@ -242,8 +242,9 @@ def test_how_it_works_shows_the_frames_of_a_call() -> None:
     assert documented("forward") == forward
     assert documented("backward") == backward
     for row in (
-        f"to `torch.mm` | {len(forward)} | {len(backward)} |",
-        f"files that run at all | {len(first)} | {len(second)} |",
+        f"to `torch.mm`, forward / backward | 8 / 4 | {len(forward)} / {len(backward)} |",
+        f"files on that stack, forward and backward | 6 | {len({file for _, file in forward + backward})} |",
+        f"files that run at all, forward / backward | 19 / 12 | {len(first)} / {len(second)} |",
     ):
         assert row in section
     assert {file.rpartition("/")[2] for file in first | second} <= set(re.findall(r"(\w+\.py)`", section))
