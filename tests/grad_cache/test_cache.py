@@ -600,6 +600,8 @@ WRONG: list[tuple[type[Exception], str, dict[str, Any], tuple[Any, ...]]] = [
     (ValueError, "chunk_size: expected one for each of 2 inputs, got 3", {"chunk_size": (1, 2, 3)}, PAIR),
     (ValueError, "offload: expected one of 'none', 'host', 'disk'", {"offload": "cloud"}, PAIR),
     (ValueError, "offload_features: expected offload=", {"offload_features": True}, PAIR),
+    (ValueError, "directory: expected offload='disk' with it, got 'host'", {"directory": ".", "offload": "host"}, PAIR),
+    (ValueError, "memory_limit: expected chunk_size='auto' or keep_graphs", {"memory_limit": 1 << 30}, PAIR),
     (ValueError, r"loss: expected a scalar, got \[23\]", {"loss": ct.ClipLoss(reduction="none")}, PAIR),
     (ValueError, r"encoder: expected features with 4 rows.*got \[\[\]\]. Select", {"features": Tensor.sum}, PAIR),
 ]

@@ -82,7 +82,8 @@ def test_texts_are_sorted(theirs: ModuleType, number: int, size: dict[str, Any],
     """Without dropout: the package's gradients with fewer tokens, with texts of all columns in a mini-batch."""
     ours, others = twins(Texts(dropout=0.0))
     theirs.CachedMultipleNegativesRankingLoss(others[0], 7.0, **size)(columns(number), None).backward()
-    loss = CachedMultipleNegativesRankingLoss(ours[0], 7.0, **size, keep_graphs=kept, memory_limit=1 << 30)
+    limit = 1 << 30 if kept == "auto" else None
+    loss = CachedMultipleNegativesRankingLoss(ours[0], 7.0, **size, keep_graphs=kept, memory_limit=limit)
     for _ in range(2):
         ours[0].zero_grad()
         loss(columns(number), None).backward()
@@ -90,6 +91,11 @@ def test_texts_are_sorted(theirs: ModuleType, number: int, size: dict[str, Any],
     assert loss.padding.real <= loss.padding.encoded <= 1.1 * loss.padding.real < loss.padding.given
     assert len(loss._caches) == 1, "kept for the second step"
     assert not copy.deepcopy(loss)._caches
+
+
+def test_a_memory_limit_needs_graphs_that_are_kept_by_it() -> None:
+    with pytest.raises(ValueError, match="memory_limit: expected keep_graphs='auto' with it, got 2"):
+        CachedMultipleNegativesRankingLoss(Texts(), keep_graphs=2, memory_limit=1 << 30)
 
 
 @pytest.mark.peers

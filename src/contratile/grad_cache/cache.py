@@ -114,6 +114,13 @@ class GradCache:
         check_choice("offload", offload, OFFLOADS)
         if offload_features and offload == "none":
             bad_value("offload_features", expected="offload='host' or 'disk' with it", got="'none'", remedy="Pass one.")
+        if directory is not None and offload != "disk":
+            bad_value(
+                "directory", expected="offload='disk' with it", got=repr(offload), remedy="Pass it, or drop directory=."
+            )
+        if memory_limit is not None and "auto" not in (chunk_size, keep_graphs):
+            expected, got = "chunk_size='auto' or keep_graphs='auto' with it", f"{chunk_size} and {keep_graphs}"
+            bad_value("memory_limit", expected=expected, got=got, remedy="Pass one, or drop memory_limit=.")
         self.feed = Feed(
             encoders,
             chunk_size,

@@ -58,6 +58,9 @@ class MiniBatches:
         self.show_progress_bar = show_progress_bar
         self.offload = offload
         self.lengths, self.keep_graphs, self.memory_limit = lengths, keep_graphs, memory_limit
+        if memory_limit is not None and keep_graphs != "auto":
+            remedy = "Pass it, or drop memory_limit=."
+            bad_value("memory_limit", expected="keep_graphs='auto' with it", got=repr(keep_graphs), remedy=remedy)
         self._caches: dict[bool, tuple[tuple[Any, ...], GradCache]] = {}
 
     def check_option(self, name: str, value: Any) -> Any:
