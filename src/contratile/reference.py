@@ -121,7 +121,7 @@ def pair_stats(
             centred = every - centre.detach().unsqueeze(dim)
             out[f"{side}_cross"] = (weights * centred.masked_fill(left_out, 0)).sum(dim)
         out[side] = (
-            counted.logsumexp(dim) if reduce == "lse" else F.softplus(torch.where(turned, -counted, counted)).sum(dim)
+            counted.logsumexp(dim) if reduce == "lse" else -F.logsigmoid(torch.where(turned, counted, -counted)).sum(dim)
         )
         if query_classes is not None and key_classes is not None:
             summed = (query_classes.unsqueeze(1) == key_classes) != differ
