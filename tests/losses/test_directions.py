@@ -263,6 +263,10 @@ IDS = torch.arange(6)
             },
             "share_hard_negatives and hard_mask: .*extra_keys=",
         ),
+        (
+            {"hardness_mode": "all_negatives", "hardness_strength": torch.inf},
+            "hardness_strength: expected a number from 0 up, got inf",
+        ),
         ({"hard_ids": IDS.unsqueeze(1)}, "hard_ids: expected hard_negatives= beside it"),
         ({"hard_ids": IDS.unsqueeze(1), "hard_negatives": X.unsqueeze(1)}, "hard_ids: expected ids= beside it"),
         ({"hard_ids": IDS, "ids": IDS, "hard_negatives": X.unsqueeze(1)}, r"hard_ids: expected shape \[6, 1\]"),

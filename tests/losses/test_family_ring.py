@@ -264,7 +264,7 @@ def test_gradients_of_shared_hard_negatives_that_one_rank_wants_are_told(name: s
 def directions_in_any_order() -> float:
     q, k = randn(4, D, seed=1), randn(4, D, seed=2)
     names: tuple[Any, ...] = ("query_to_doc", "query_to_query", "doc_to_doc")
-    return ct.info_nce(q, k, directions=list(reversed(names)) if dist.get_rank() else names).item()  # type: ignore[arg-type]
+    return ct.info_nce(q, k, directions=tuple(reversed(names)) if dist.get_rank() else names).item()
 
 
 def test_directions_may_be_in_any_order() -> None:
