@@ -1,4 +1,4 @@
-"""A frozen model beside the one that trains: as a guide that drops false negatives, and as a teacher.
+"""A frozen model next to the one that is trained: as a guide that drops false negatives, and as a teacher.
 
     python examples/frozen_models.py
 

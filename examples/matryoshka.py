@@ -1,4 +1,4 @@
-"""Features that can be cut short: the loss of the first 4, 8, 16 and 64 numbers, in one product.
+"""Features that can be truncated: the loss summed over the first 4, 8, 16 and 64 entries, in one product.
 
 python examples/matryoshka.py
 """
@@ -13,7 +13,7 @@ DIMS = (4, 8, 16, 64)
 
 
 def train(dims: tuple[int, ...], pairs: int = 500) -> list[float]:
-    """The share of pairs found first, by how many numbers of a feature are compared."""
+    """The share of pairs found first, by how many entries of a feature are compared."""
     torch.manual_seed(0)
     source = torch.randn(pairs, 32)
     left, right = (torch.cat([source, torch.randn(pairs, 32)], dim=1) for _ in range(2))

@@ -1,4 +1,4 @@
-"""A two-tower recommender: popular items are in most batches, and the logQ correction takes that off.
+"""A two-tower recommender: popular items are in most batches, and the logQ correction makes up for that.
 
     python examples/recommender.py
 

@@ -39,10 +39,10 @@ __version__ = "0.2.0"
 if _TYPE_CHECKING:
     from contratile.planner.run_plan import plan as plan
     from contratile.train.loaded import load as load
-else:  # type checkers know which names there are
+else:  # type checkers see the two imports above
 
     def __getattr__(name: str) -> object:
-        """`load` and `plan`, which import more than the losses; and what other packages call the losses."""
+        """Import `load` and `plan` on first use; for unknown names, suggest the name that they have here."""
         if name == "load":
             from contratile.train.loaded import load
 

@@ -95,7 +95,7 @@ def check_storage(name: str, x: Tensor) -> None:
     if type(x) is Tensor or torch.compiler.is_compiling() or type(x).__torch_dispatch__ is Tensor.__torch_dispatch__:
         return
     kind = type(x).__name__
-    if kind == "AsyncCollectiveTensor":  # waits for its values by itself
+    if kind == "AsyncCollectiveTensor":  # reading its values waits for them
         return
     if kind == "DTensor":
         local = f"this rank's rows, {name}.to_local(): the loss exchanges rows with the other ranks itself."
@@ -110,7 +110,7 @@ def check_storage(name: str, x: Tensor) -> None:
 def transform_under_way(tensors: Iterable[object] | Callable[[], Iterable[object]]) -> str | None:
     """Name the active transform that custom autograd functions do not support, or None. Takes under a microsecond.
 
-    The tensors are looked at during forward-mode differentiation only, so a function may list them.
+    The tensors are read only during forward-mode differentiation; pass a function to list them lazily.
     """
     if torch.compiler.is_compiling():
         return None

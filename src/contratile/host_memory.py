@@ -12,9 +12,9 @@ from pathlib import Path
 _CGROUP = Path("/sys/fs/cgroup")
 
 RETURNING = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
-"""Environment of a process whose freed tensors go back to the system at once. glibc reads it when a process starts."""
+"""Environment with which freed tensors go back to the system at once. glibc reads it when a process starts."""
 _SMALL = 1 << 20
-"""Bytes of a threshold that is small beside the tensors of a training step."""
+"""A threshold in bytes that is small compared with the tensors of a training step."""
 
 
 def memory_bytes(entry: str) -> int:

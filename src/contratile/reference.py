@@ -153,7 +153,7 @@ def _column_levels(level: Tensor, labels: Tensor | None, keys: int) -> Tensor:
 def pair_lse(
     query: Tensor, key: Tensor | None, scale: Tensor | float = 1.0, *, rows: bool = True, cols: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Row and column log-sum-exps of scale * Q K^T. A side that is not asked for is empty."""
+    """Row and column log-sum-exps of scale * Q K^T. A side that is not requested is empty."""
     stats = pair_stats(query, key, scale, rows=rows, cols=cols)
     return stats.get("row", query.new_empty(0)), stats.get("col", query.new_empty(0))
 
@@ -191,7 +191,7 @@ def cross_entropies(
     guide_margin: float = 0.0,
     guide_margin_strategy: GuideMargin = "absolute",
 ) -> Tensor:
-    """The cross-entropy of each query against keys, extra keys and hard negatives: its own, or everybody's.
+    """The cross-entropy of each query against keys, extra keys and hard negatives (its own, or those of all queries).
 
     Keys that share the query's id are left out, or are positives too: then the target is the mean of the positives'
     scores. `further` scores [N, any number] join the same softmax. A `teacher` adds the cross-entropy between its

@@ -349,7 +349,7 @@ def test_hard_negatives_of_texts(tmp_path: Path) -> None:
     for options in ({}, {"num_negatives": 0}, {"negatives": ["far"]}):
         texts = list(Table(file, "train", test_share=None, **options).texts())
         assert texts == ["q", "a", "r", "b", "s", "c"]
-    with pytest.raises(ValueError, match="negatives: expected columns beside the pair's own, got 'answer'"):
+    with pytest.raises(ValueError, match="negatives: expected columns other than the pair's own, got 'answer'"):
         table(file, negatives=["answer"])
     with pytest.raises(ValueError, match=r"column negatives of pairs.jsonl: expected one of .* got 'near'"):
         table(file, negatives=["near"])

@@ -109,7 +109,7 @@ def test_every_file_has_a_record_of_its_own(folder: Path, tmp_path: Path) -> Non
         open_corpus(tmp_path)
     embed(tmp_path / "other", data, tmp_path / "f.left.npy")
     assert open_corpus(tmp_path / "f.left.npy").corpus.searchable == ("left",)
-    with pytest.raises(ValueError, match=r"expected f.npy.embedded.json beside them, got none"):
+    with pytest.raises(ValueError, match=r"expected f.npy.embedded.json next to them, got none"):
         open_corpus(tmp_path / "f.npy")
 
 
@@ -177,7 +177,7 @@ def test_other_weights_are_refused(folder: Path, tmp_path: Path, capsys: pytest.
 def test_features_without_a_record(folder: Path, tmp_path: Path) -> None:
     target = copied(folder, "npy", tmp_path / "files")
     (target / "both.npy.embedded.json").unlink()
-    with pytest.raises(ValueError, match=r"expected both.left.npy.embedded.json beside them, got none"):
+    with pytest.raises(ValueError, match=r"expected both.left.npy.embedded.json next to them, got none"):
         open_corpus(target / "both.left.npy")
     with pytest.raises(ValueError, match="nothing at"):
         open_corpus(tmp_path / "nothing")

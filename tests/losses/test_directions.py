@@ -253,7 +253,7 @@ IDS = torch.arange(6)
         ({"directions": BOTH, "extra_keys": X, "in_batch_negatives": False}, "and in_batch_negatives=False"),
         ({"directions": ALL, "margin": 0.1}, "directions beyond 'query_to_doc' and margin"),
         ({"directions": ALL}, "query and key: expected equally many rows"),
-        ({"share_hard_negatives": True}, "share_hard_negatives: expected hard_negatives= beside it"),
+        ({"share_hard_negatives": True}, "share_hard_negatives: expected hard_negatives= with it"),
         ({"share_hard_negatives": 1}, "share_hard_negatives: expected True or False, got int"),
         (
             {
@@ -267,8 +267,8 @@ IDS = torch.arange(6)
             {"hardness_mode": "all_negatives", "hardness_strength": torch.inf},
             "hardness_strength: expected a number from 0 up, got inf",
         ),
-        ({"hard_ids": IDS.unsqueeze(1)}, "hard_ids: expected hard_negatives= beside it"),
-        ({"hard_ids": IDS.unsqueeze(1), "hard_negatives": X.unsqueeze(1)}, "hard_ids: expected ids= beside it"),
+        ({"hard_ids": IDS.unsqueeze(1)}, "hard_ids: expected hard_negatives= with it"),
+        ({"hard_ids": IDS.unsqueeze(1), "hard_negatives": X.unsqueeze(1)}, "hard_ids: expected ids= with it"),
         ({"hard_ids": IDS, "ids": IDS, "hard_negatives": X.unsqueeze(1)}, r"hard_ids: expected shape \[6, 1\]"),
     ],
 )
@@ -280,7 +280,7 @@ def test_directions_that_mean_nothing(options: dict[str, Any], says: str) -> Non
 
 def test_documents_need_a_query_each() -> None:
     labels = torch.tensor([3, 1, 0, 2, 5, 4])
-    with pytest.raises(ValueError, match=r"labels: expected none beside directions="):
+    with pytest.raises(ValueError, match=r"labels: expected none with directions="):
         ct.info_nce(X, X, labels=labels, directions=BOTH)
 
 

@@ -347,7 +347,7 @@ def test_statistics_of_negatives_from_elsewhere(same_id: str) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"in_batch_negatives": False}, "in_batch_negatives=False: expected extra_keys= or hard_negatives= beside it"),
+        ({"in_batch_negatives": False}, "in_batch_negatives=False: expected extra_keys= or hard_negatives= with it"),
         ({"in_batch_negatives": 0}, "in_batch_negatives: expected True or False, got int"),
     ],
 )
@@ -470,7 +470,7 @@ def test_statistics_with_ids(same_id: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"same_id": "positive"}, r"same_id='positive': expected ids= beside it"),
+        ({"same_id": "positive"}, r"same_id='positive': expected ids= with it"),
         ({"same_id": "drop", "ids": IDS}, r"same_id: expected one of 'exclude', 'positive'"),
         ({"same_id": "positive", "ids": IDS, "margin": 0.1}, "same_id and margin"),
         ({"same_id": "positive", "ids": IDS, "label_smoothing": 0.1}, "same_id and label_smoothing"),
@@ -796,7 +796,7 @@ def test_bad_options(chosen: dict[str, Any], said: str) -> None:
 def test_a_margin_needs_a_positive_scale(scale: Any) -> None:
     q, k = features(N, D, seed=1), features(N, D, seed=2)
     for loss in (ct.clip_loss, ct.info_nce):
-        with pytest.raises(ValueError, match=r"scale: expected a positive number beside margin=, .* drop margin="):
+        with pytest.raises(ValueError, match=r"scale: expected a positive number with margin=, .* drop margin="):
             loss(q, k, scale, margin=0.1)
 
 

@@ -190,7 +190,7 @@ def test_the_others_end_with_a_message(kind: str, endings: dict[str, Ending]) ->
     _, outcomes = endings[kind]
     for rank in (0, 2, 3):
         assert outcomes[rank].ok, outcomes[rank].result
-        assert f"rank {rank} of 4 waited in vain" in outcomes[rank].result
+        assert f"rank {rank} of 4 gave up waiting" in outcomes[rank].result
 
 
 def lanes() -> tuple[bool, bool]:

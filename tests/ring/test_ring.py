@@ -492,7 +492,7 @@ def test_a_peer_that_is_gone_before_a_block_is_posted(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Team, "post", gone)
     monkeypatch.setattr(Team, "_absentees", lambda self: "rank 1")
     office = PostOffice(Team(None, 0, 2))
-    with pytest.raises(RankLost, match=r"rank 0 of 2 waited in vain for rank 1 to pass a block on \(from rank 1\)"):
+    with pytest.raises(RankLost, match=r"rank 0 of 2 gave up waiting for rank 1 to pass a block on \(from rank 1\)"):
         office.post((torch.ones(2, 3),), Hop(target=1, origin=1), 2)
 
 
@@ -534,7 +534,7 @@ def test_the_others_end_with_a_message(kind: str, endings: dict[str, Ending]) ->
     pids, outcomes = endings[kind]
     for rank in (0, 2):
         assert outcomes[rank].ok, outcomes[rank].result
-        assert f"rank {rank} of 3 waited in vain" in outcomes[rank].result
+        assert f"rank {rank} of 3 gave up waiting" in outcomes[rank].result
         if kind == "absent":
             assert "for rank 1 to start the loss" in outcomes[rank].result
     if kind.endswith("raises"):
@@ -549,7 +549,7 @@ def test_a_stalled_host_of_the_store_ends_the_others(over: str, endings: dict[st
     _, outcomes = endings[over]
     for rank in (1, 2):
         assert outcomes[rank].ok, outcomes[rank].result
-        told = "waited in vain for another rank, probably rank 0 (the group's store does not answer) to start the loss"
+        told = "gave up waiting for another rank, probably rank 0 (the group's store does not answer) to start the loss"
         assert f"rank {rank} of 3 {told}" in outcomes[rank].result, outcomes[rank].result
 
 
@@ -578,4 +578,4 @@ def test_errors_of_other_packages_that_mean_a_lost_rank(
         raise error
     assert isinstance(raised.value, RankLost) == lost
     if lost:
-        assert "rank 1 of 2 waited in vain for rank 0 to go on" in str(raised.value)
+        assert "rank 1 of 2 gave up waiting for rank 0 to go on" in str(raised.value)

@@ -138,7 +138,7 @@ def test_a_rank_that_is_gone_ends_the_others(number: str, tmp_path: Path) -> Non
     try:
         _, errors = ranks[1].communicate(timeout=600)
         assert ranks[1].returncode == 1, errors
-        assert "contratile train: rank 1 of 2 waited in vain for another rank" in errors
+        assert "contratile train: rank 1 of 2 gave up waiting for another rank" in errors
         assert "resumes from the last checkpoint" in errors and "Traceback" not in errors
     finally:
         for rank in ranks:

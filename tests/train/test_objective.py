@@ -215,7 +215,7 @@ def test_directions_and_hardness_reach_the_loss(mode: Any) -> None:
     [
         ({"loss": "clip", "directions": ALL}, "directions and hardness: expected --loss infonce, got clip"),
         ({"directions": ALL, "partition_mode": "per_direction"}, "'query_to_query' never contains it"),
-        ({"hardness_strength": 2.0}, "hardness_strength: expected hardness_mode= beside it"),
+        ({"hardness_strength": 2.0}, "hardness_strength: expected hardness_mode= with it"),
         ({"directions": ALL, "label_smoothing": 0.1}, "label_smoothing and directions or hardness"),
         ({"directions": ALL, "margin": 0.1}, "margin and directions or hardness"),
         ({"hardness_mode": "all_negatives", "hardness_strength": 2.0, "same_id": "positive"}, "same_id=positive and"),

@@ -34,7 +34,7 @@ TRIAL_SEED = 100
 
 @dataclass(frozen=True)
 class BatchGrid:
-    """What is tried on one source."""
+    """The sizes, batches and learning rates that are run on one source."""
 
     batches: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -51,7 +51,7 @@ GRIDS: dict[DataName, BatchGrid] = {
 
 
 class GridRun(NamedTuple):
-    """A run."""
+    """One training run of the grid."""
 
     purpose: str
     """`rate`: to choose the learning rate; `run`: what is reported."""
@@ -64,7 +64,7 @@ class GridRun(NamedTuple):
 
 
 def points(grids: dict[DataName, BatchGrid], rows: list[Record]) -> Iterator[GridRun]:
-    """All runs in order. Those after the choice of a learning rate depend on `rows`, which may grow meanwhile."""
+    """Yield all runs in order. Reported runs use learning rates chosen from `rows`, which grows during iteration."""
     for data, grid in grids.items():
         middle = grid.sizes[len(grid.sizes) // 2]
         for batch, lr in product(grid.batches, RATES):
@@ -94,7 +94,7 @@ def read_rows(path: Path) -> list[Record]:
 
 
 def key_of(row: Record) -> GridRun:
-    """The run that a row is of."""
+    """The run that a row describes."""
     return GridRun(**{name: row[name] for name in GridRun._fields})
 
 

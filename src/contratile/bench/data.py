@@ -98,7 +98,7 @@ class DataBenchConfig(TimedConfig):
         return sorted(set(self.workers))
 
     def scaled(self, count: int, pixels: int) -> int:
-        """As many samples or images as there are of this size: whole batches, at least one for each shard."""
+        """The number of samples or images of this size: whole batches, at least one for each shard."""
         batches = round(count * min(1.0, SMALL / pixels) / self.batch)
         return self.batch * max(SHARDS, batches)
 

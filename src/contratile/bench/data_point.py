@@ -31,7 +31,7 @@ class Turn(NamedTuple):
 
     seconds: float
     peak_mib: float | None
-    """By how much the resident memory of the training process grew; None if the system does not say."""
+    """Growth of the training process's resident memory; None if the system does not report it."""
 
     workers_mib: float | None
     """Memory of all workers at the end, pages that are shared counted once."""
@@ -95,7 +95,7 @@ class DataPoint:
 
 
 class Unable(RuntimeError):
-    """A contestant cannot take its turn; the message is the status of its row."""
+    """Raised when a contestant cannot take its turn; the message is the status of its row."""
 
 
 # --- in the process -----------------------------------------------------------------------------------------------

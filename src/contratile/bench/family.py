@@ -61,7 +61,7 @@ class FamilyBenchConfig(LossBenchConfig):
 
 
 class FamilySeries(LossSeries):
-    """The same with the columns that tell losses apart."""
+    """A series of a case, with columns for the loss, its products and its package."""
 
     def columns(self, name: str, n: int, measured: Measured) -> dict[str, Any]:
         case = self.case

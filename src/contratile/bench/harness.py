@@ -34,7 +34,7 @@ Notify = Callable[[str], None]
 class GemmLimit:
     """The matrix products of a step, N x M x D (M defaults to N), in blocks of up to 4096 x 4096 x D.
 
-    `beside` adds (products, features) of another model.
+    `beside` adds (number of products, features) of another model.
     On a GPU they have the dtype of the features; CPUs compute 16-bit features in fp32.
     """
 
@@ -104,8 +104,8 @@ def interleave(
 ) -> dict[str, Turns]:
     """Time contestants in rounds of one turn each. A contestant that raises drops out and its failure is recorded.
 
-    The limit is one for all, or one for each contestant. Those with the same limit share its turns, so that everybody
-    is compared with the best of them.
+    There is one limit for all, or one for each contestant. Contestants with the same limit share its turns, so that
+    each is compared with the best of them.
     """
     limit_of = {name: limit[name] if isinstance(limit, Mapping) else limit for name in steps}
     shared: dict[int, list[float]] = {id(one): [] for one in limit_of.values()}

@@ -63,7 +63,7 @@ def extra_peak(step: Step, leaves: Sequence[Tensor], *, processes: int = 1, cloc
         step: Forward and backward.
         leaves: Tensors whose gradients the step returns; those are not counted.
         processes: How many such steps run at the same time and share the machine's memory.
-        clock: That of the device; by default the CPU's.
+        clock: The clock of the device; by default the CPU's.
 
     Returns:
         The peak beyond inputs and gradients.

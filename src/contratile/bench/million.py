@@ -4,7 +4,7 @@
     python -m contratile.bench.million --n 65536 --out out # seconds
 
 The dense loss would hold several matrices of N x N numbers, 4 TiB each. Written is OUT/million.json. CPU seconds are
-recorded beside wall time: they are hardly disturbed by what else the machine does.
+recorded next to wall time, because other programs hardly disturb them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class MeasuredStep:
     scale_grad: float
     seconds: float
     cpu_seconds: float
-    """Of all threads of the process."""
+    """CPU seconds of all threads of the process."""
 
     predicted_cpu_seconds: float
     """From a smaller step, times (N / smaller N)²."""
@@ -52,7 +52,7 @@ class MeasuredStep:
     """Peak resident memory minus that before the step; gradients included."""
 
     peak_extra_mib: float | None
-    """The same without the gradients."""
+    """The same growth without the gradients."""
 
     peak_process_mib: float | None
     """Peak resident memory of the whole process: Python, torch, features, gradients and the step."""

@@ -1,4 +1,4 @@
-"""The paper's tables row by row, with what follows from the code and settings beside them, and a verdict.
+"""The paper's tables row by row, next to what follows from the code and settings, with a verdict.
 
     python -m contratile.bench.paper            # writes benchmarks/results/paper/paper.json and paper.md
 

@@ -49,7 +49,7 @@ class Transformer:
 
     @property
     def forward_flops(self) -> int:
-        """Of one sample: 24 width² per token for the products with weights, 4 tokens * width for attention."""
+        """Flops of a forward pass: per token 24 width² for products with weights, 4 tokens * width for attention."""
         return self.layers * self.tokens * (24 * self.width**2 + 4 * self.tokens * self.width)
 
 
@@ -59,7 +59,7 @@ class PaperModel:
 
     parameters: int
     width: int
-    """Of the joint features."""
+    """Width of the joint features."""
 
     image: Transformer
     text: Transformer

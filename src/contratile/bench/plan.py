@@ -55,7 +55,7 @@ class PlanBenchConfig(TimedConfig):
     """Also measure seconds: with one thread processor time, otherwise wall time, which needs an idle machine."""
 
     every: int = 1
-    """Run every so many-th point of the list, from the first one on."""
+    """Run only every n-th point of the list, starting with the first one."""
 
     patience: float = 600.0
     """Seconds that a point may take."""

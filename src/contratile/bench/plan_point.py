@@ -136,7 +136,7 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
         except ValueError:
             return {"status": f"failed: process ended with code {next((code for code in codes if code), 0)}"}
     failures = [one for one in found if "status" in one]
-    # What failed first: the others lost it.
+    # Report the first failure: the other ranks only lost their peer.
     return {"status": min(failures, key=lambda one: one["at"])["status"]} if failures else found[0] | _most(found)
 
 

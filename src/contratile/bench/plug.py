@@ -1,4 +1,4 @@
-"""Take the free blocks that imports have left in malloc's heap, so that tensors cannot hide in them.
+"""Allocate the free blocks that imports left in malloc's heap, so that tensors cannot reuse them unnoticed.
 
     plug_holes()
 
@@ -10,7 +10,7 @@ import ctypes
 
 LARGEST, SMALLEST = 1 << 25, 1 << 13
 MOST = 100_000
-"""Plugs at most, should malloc count otherwise than expected."""
+"""Maximum number of plugs, in case malloc counts differently than expected."""
 
 
 class _Info(ctypes.Structure):
@@ -23,7 +23,7 @@ class _Info(ctypes.Structure):
 
 
 def plug_holes() -> int:
-    """Take all free blocks of `SMALLEST` bytes and more; returns how many bytes were taken, without glibc none."""
+    """Allocate all free blocks of at least `SMALLEST` bytes; return the number of bytes, 0 without glibc."""
     try:
         libc = ctypes.CDLL(None)
         info, malloc = libc.mallinfo2, libc.malloc

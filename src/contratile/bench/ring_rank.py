@@ -45,7 +45,7 @@ class RankMeasured(Measured):
 
 
 def say(event: str, **facts: Any) -> None:
-    """Send a line to the parent through the real standard output, which `quiet` does not redirect."""
+    """Send a line to the parent through the original standard output, which `quiet` does not redirect."""
     assert sys.__stdout__ is not None
     sys.__stdout__.write(json.dumps({"event": event, **facts}) + "\n")
     sys.__stdout__.flush()

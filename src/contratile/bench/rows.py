@@ -118,7 +118,7 @@ class RingRow(Row):
     """Percent of the transfer time hidden behind compute if all waiting was for transfers: a lower bound."""
 
     hidden_percent_at_most: float | None = None
-    """The same if only the exposed seconds were transfer: an upper bound."""
+    """The same percentage if only the exposed seconds were transfer: an upper bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ class CacheRow(Row):
     chunk: int
     layers: int
     tokens: int
-    """Of every text; 0 if they differ."""
+    """Tokens of every text; 0 if they differ."""
 
     loss_percent: float | None = None
     """Percent of the best step spent on the loss; None if it cannot be timed apart."""

@@ -148,7 +148,7 @@ class LocalSeries(Series, Generic[P]):
             yield {"contestant": name, "n": n, **shared, **self.columns(name, n, measured)}
 
     def time(self, n: int) -> dict[str, Measured]:
-        """Warm up everybody who can run at this size, then time them in rounds."""
+        """Warm up all contestants that can run at this size, then time them in rounds."""
         steps: dict[str, Step] = {}
         shared = self.shared(n)
         for name in self.names:

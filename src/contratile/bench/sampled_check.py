@@ -58,7 +58,7 @@ def brute_force(query: Tensor, key: Tensor, scale: float, rows: Tensor, other_ls
     Args:
         query: Features [N, D]; query i belongs to key i.
         key: Features [N, D].
-        scale: Of the scores.
+        scale: Scale of the scores.
         rows: Indices of the sampled queries.
         other_lse: Log-sum-exps of all keys over the queries.
 

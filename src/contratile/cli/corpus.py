@@ -10,12 +10,12 @@ def add_corpus(parser: argparse.ArgumentParser) -> None:
         "corpus",
         type=Path,
         metavar="RUN|EMBEDDED",
-        help="folder of a finished run; or the --out of `contratile embed`, or a folder with one such",
+        help="folder of a finished run; or the --out of `contratile embed`, or a folder that contains one",
     )
     parser.add_argument(
         "--run",
         type=Path,
-        help="run that embedded the features, if it is no longer where it was. Its weights must be the same",
+        help="run that embedded the features, if it has moved; its weights must be unchanged",
     )
     parser.add_argument(
         "--pictures",

@@ -210,7 +210,7 @@ def _encoded(towers: Any, source: Any, options: Any, **reading: Any) -> "SourceF
 
 
 def _print(metrics: dict[str, Any], found: "SourceFeatures", name: str, sides: tuple[str, str]) -> None:
-    """Metrics as tables, beside what chance would give."""
+    """Print the metrics as tables, with the chance level of each."""
     from contratile.report.metric_text import neighbor_line, table, zero_shot_lines
     from contratile.train.evaluate import chance, zero_shot_chance
     from contratile.train.results import left_out

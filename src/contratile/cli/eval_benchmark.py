@@ -100,7 +100,7 @@ def evaluate_benchmark(options: Any, report: Callable[[dict[str, Any]], object])
                     console.print(printable(f"{name}: {done}"), markup=False, highlight=False, soft_wrap=True)
     if work.rank == 0:
         report({"step": step, "datasets": rows})
-    # All processes end with the same code, and after the report: torchrun ends the others when one fails.
+    # All processes exit with the same code, and after the report, because torchrun kills the others when one fails.
     failed = work.share(any("error" in row for row in rows.values()))[0]
     if work.world > 1 and not joined:
         torch.distributed.destroy_process_group()  # gloo's threads could abort the process at its exit

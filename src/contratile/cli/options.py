@@ -36,7 +36,7 @@ ELSEWHERE = {
     "--warmup-steps": "--warmup",
     "--wd": "--weight-decay",
 }
-"""Options of open_clip, sentence-transformers and transformers, and ours that does the same."""
+"""Options of open_clip, sentence-transformers and transformers, and our option that does the same."""
 
 
 class Parser(argparse.ArgumentParser):

@@ -141,10 +141,10 @@ def _value(hint: Any) -> str:
 def _shown(default: Any) -> str:
     if isinstance(default, bool):
         return "yes" if default else "no"
+    if default is None or default in ("", ()):
+        return ""
     if isinstance(default, tuple):
         return "`" + " ".join(map(str, default)) + "`"
-    if default is None or default == "":
-        return ""
     return f"`{default:.6g}`" if isinstance(default, float) else f"`{default}`"
 
 

@@ -13,7 +13,7 @@ from contratile.errors import bad_value, check_count
 from contratile.printable import printable
 
 PAUSE = 30.0
-"""Seconds between lines of progress where there is no terminal."""
+"""Seconds between lines of progress if stderr is not a terminal."""
 
 
 def add_options(parser: argparse.ArgumentParser, pairs: str) -> None:

@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
         "--out",
         type=Path,
         help="where to write the contact sheet, a name that ends in .png (default: search.png in the folder, "
-        "NAME.search.png beside NAME.npy)",
+        "NAME.search.png next to NAME.npy)",
     )
     return parser
 
@@ -111,7 +111,7 @@ def _check_out(out: Path) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out.parent):
-            pass  # access rights alone do not tell: the file system may be read-only
+            pass  # access rights are not enough: the file system may be read-only
     except OSError as error:
         got = f"{out.parent} ({error.strerror or error})"
         bad_value("--out", expected="a folder to write to", got=got, remedy="Choose another folder.")
@@ -145,7 +145,7 @@ def _features(towers: "Towers", query: str, among: "Side", *, chosen: bool, text
 
     tower = towers.right if among == "left" else towers.left
     if tower.kind == "text" and towers.left.kind == "image" and Path(query).suffix.lower() in SUFFIXES and not text:
-        if not Path(query).is_file():  # as a text, a mistyped path would find something all the same
+        if not Path(query).is_file():  # a mistyped path, taken as a text, would find something too
             remedy = "Check the path, or pass --text to search for these words."
             bad_value("query", expected="a text, or the path of a picture", got=f"nothing at {query}", remedy=remedy)
         if not chosen:

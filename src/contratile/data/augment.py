@@ -197,7 +197,7 @@ def random_crop(size: tuple[int, int], scale: tuple[float, float], ratio: tuple[
         if 0 < w <= width and 0 < h <= height:
             left, top = random.randint(0, width - w), random.randint(0, height - h)
             return left, top, left + w, top + h
-    # No luck, as for very long images: the largest central box with an allowed ratio.
+    # All attempts failed, as for very long images: take the largest central box with an allowed ratio.
     w, h = width, height
     if width / height < ratio[0]:
         h = min(height, max(1, round(width / ratio[0])))

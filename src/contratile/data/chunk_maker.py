@@ -26,7 +26,7 @@ a square of that size when it is decoded. Otherwise all images of a chunk are he
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What is done with samples beside preparing them. The fields are arguments of `Loader`."""
+    """What is done with samples besides preparing them. The fields are arguments of `Loader`."""
 
     seed: int = 0
     augment: AugmentConfig | None = None
@@ -96,7 +96,7 @@ class Items(NamedTuple):
     """Indices into an indexed source, or records of a stream."""
 
     rounds: Sequence[int]
-    """How often each was read before."""
+    """How often each item was read before."""
 
 
 class _Read(NamedTuple):
@@ -241,6 +241,6 @@ class ChunkMaker(Dataset[Any]):
 
 
 def negatives_side(source: Source) -> int:
-    """Which tower encodes the hard negatives of a source: 1, the right one, unless they are pictures beside texts."""
+    """The tower that encodes the hard negatives of a source: 1, the right one; 0, the left one, if they are images."""
     kind = traits_of(source).negatives
     return 0 if kind is not None and kind != source.kinds[1] and kind == source.kinds[0] else 1

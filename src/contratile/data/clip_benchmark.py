@@ -92,7 +92,7 @@ def find_sets(folder: Path) -> dict[str, Path]:
         inner = {} if is_set(child) else {f"{child.name}/{path.name}": path for path in _folders(child) if is_set(path)}
         if inner:
             found |= inner
-        elif is_set(child) or child.name.startswith(PREFIX):  # by its name one that is incomplete
+        elif is_set(child) or child.name.startswith(PREFIX):  # named like a data set, but incomplete
             found[child.name] = child
     if not found:
         remedy = f"A data set is a folder with {CLASSES} and test/nshards.txt."

@@ -202,7 +202,9 @@ def _negatives(
         return ()
     for name in asked:
         if name in taken:
-            bad_value("negatives", expected="columns beside the pair's own", got=repr(name), remedy="Name another one.")
+            bad_value(
+                "negatives", expected="columns other than the pair's own", got=repr(name), remedy="Name another one."
+            )
     if asked:
         return tuple(asked)
     familiar = [name for name in first_row if name not in taken and NEGATIVE.fullmatch(name)]

@@ -19,7 +19,7 @@ def cache_folder(given: Path | None = None) -> Path:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Context that yields a draft to write to, and renames it to `path` on success.
+    """Context manager that yields a draft to write to, and renames it to `path` on success.
 
     An existing draft is removed first: in a folder from someone else it could be a link to another file.
     """

@@ -2,9 +2,9 @@
 
     ImageFolder(Path("photos"), "train")[0]       # photos/red_fox/3.jpg: an image and "red fox"
 
-Images in subfolders have the name of the first subfolder as text, in words; images beside them are left out. If there
-are no subfolders, images have no class: their text is their file name, good for reports but not for training. A folder
-that holds `train` and `val` (or `test`, `validation`) folders has its own splits.
+Images in subfolders have the name of the first subfolder as text, in words; images outside of them are left out. If
+there are no subfolders, images have no class: their text is their file name, good for reports but not for training. A
+folder that holds `train` and `val` (or `test`, `validation`) folders has its own splits.
 """
 
 import os

@@ -92,7 +92,7 @@ class Frames:
         return self.augment.draw(size, random_numbers(*self.seeds, key, view))
 
     def _spare(self, size: tuple[int, int], changes: Changes | None) -> float:
-        """By how much an image may be shrunk before a view is made."""
+        """The factor by which an image may be shrunk before a view is made."""
         edge = max(self.edge, self.second)
         if changes is None:
             return min(size) / (PLAIN_GAP * edge)

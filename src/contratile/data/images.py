@@ -162,7 +162,7 @@ def normalise(pixels: Tensor, mean: Sequence[float] = CLIP_MEAN, std: Sequence[f
 
 
 def _normalised(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """The same on a CPU, image by image, so that each stays in the cache, and with numpy, which starts no threads.
+    """`normalise` on a CPU: image by image, so that each stays in the cache, and with numpy, which starts no threads.
 
     Beside workers that keep the cores busy, torch's threads wait for each other: 7 instead of 0.5 ms per image.
     """

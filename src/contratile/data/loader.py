@@ -31,7 +31,7 @@ from contratile.errors import bad_value, check_count
 T = TypeVar("T")
 BROKEN_LIMIT = 0.01
 ALWAYS_TOLERATED = 10
-"""This many broken samples never exceed a share: a share of few samples means nothing."""
+"""This many broken samples are tolerated whatever the share: a share of few samples means nothing."""
 
 
 class Batch(NamedTuple):
@@ -66,8 +66,8 @@ class Loader:
         broken_limit: Broken samples that are tolerated: below 1 a share of the samples read so far (10 are always
             tolerated), otherwise a number.
         augment: Random changes to images, the same for a seed, epoch and sample. With two views of an image, these
-            are the left and the right side, and the texts are only told (`Chunk.texts`). Evaluation (`ordered`) leaves
-            images as they are, except for the second view.
+            are the left and the right side, and texts are only in `Chunk.texts`. Evaluation (`ordered`) leaves images
+            as they are, except for the second view.
         negatives: Places for hard negatives of each sample. Of more, some are chosen for each epoch.
         samples_per_epoch: Samples in an epoch; 0: all of the source. A stream's epochs get a length by it.
         training: False takes the first of several texts, and augments nothing but the second of two views.

@@ -77,7 +77,7 @@ class _Several:
         )
 
     def _of(self, place: int, sample: Sample) -> Sample:
-        """A sample of one of the sources. Names of files may occur in several of them, and get that of the source."""
+        """A sample of one of the sources. File names may occur in several sources, so the source's name is added."""
         label = self._labels[place]
         name = sample.name or ("" if isinstance(sample.left, str) else sample.key)
         return sample._replace(key=f"{label}/{sample.key}", name=name and f"{label}/{name}")

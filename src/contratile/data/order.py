@@ -45,7 +45,7 @@ class _StreamItem(NamedTuple):
     epoch: int
     round: int
     cursor: Cursor
-    """The position behind the record."""
+    """The position after the record."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,7 +66,7 @@ def _scaled(image: Image.Image, size: tuple[int, int], interpolation: Interpolat
         return image.resize(size, FILTERS[interpolation], reducing_gap=gap)
     # Pillow stores four bytes per pixel, so this is a plain copy, and the kernel for four channels is the fastest.
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the bytes are read-only; nobody writes to them
+        warnings.simplefilter("ignore")  # the bytes are read-only, and never written to
         pixels = torch.frombuffer(image.tobytes("raw", "RGBX"), dtype=torch.uint8).view(1, height, width, 4)
     scaled = F.interpolate(pixels.permute(0, 3, 1, 2), size[::-1], mode=interpolation, antialias=True)
     data = scaled.permute(0, 2, 3, 1).contiguous().numpy()
@@ -74,7 +74,7 @@ def _scaled(image: Image.Image, size: tuple[int, int], interpolation: Interpolat
 
 
 def center_square(image: Image.Image, size: int, whole: tuple[int, int] | None = None) -> Image.Image:
-    """Scale the shorter side of an image to `size` and crop the center, to the bit as transformers does with Pillow.
+    """Scale the shorter side of an image to `size` and crop the center, bitwise as transformers does with Pillow.
 
     Args:
         image: The image. It is returned as it is if it has that size.
@@ -104,7 +104,7 @@ def shrunk_box(box: Box, factor: int, size: tuple[int, int]) -> Box:
 
 
 def decoded_smaller(image: Image.Image, most: float) -> int:
-    """Before an image is decoded: have it shrunk by up to `most` by its decoder; JPEGs can, by 2, 4 and 8.
+    """Before an image is decoded: ask its decoder to shrink it by up to `most`. JPEG decoders can, by 2, 4 and 8.
 
     Returns:
         The factor; 1 if the image is decoded as it is.

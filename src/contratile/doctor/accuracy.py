@@ -49,7 +49,7 @@ OBJECTIVES: dict[str, CheckedLoss] = {
     ),
     "guide": lambda of, q, k, s, **how: of.clip_loss(q, k, s, guide=(_whole(q, 7), _whole(k, 5)), **how),
 }
-"""Options that ask other things of a tile."""
+"""Options that change the computation of a tile."""
 
 CHECKED = {**LOSSES, **OBJECTIVES}
 NOT_IN_KERNELS = "matryoshka_dims", "teacher", "guide"
@@ -64,7 +64,7 @@ def _halves(x: Tensor) -> tuple[int, ...]:
 
 
 def _whole(x: Tensor, step: int) -> Tensor:
-    """Features of whole numbers: their products are exact, so that every computation drops the same pairs."""
+    """Round features to whole numbers: their products are exact, so every implementation drops the same pairs."""
     numbers = torch.arange(len(x) * 4, device=x.device).view(len(x), 4)
     return (numbers * step % 11 - 5).to(x.dtype)
 
@@ -143,7 +143,7 @@ def checked_dtypes(device: torch.device, backend: str, quick: bool) -> list[torc
         # Triton's interpreter treats the bits of bf16 as integers.
         half = torch.float16 if device.type == "cpu" else torch.bfloat16
         return [torch.float32, half] if quick or device.type == "cpu" else [torch.float32, half, torch.float16]
-    # The dense backend computes in the features' dtype, so 16-bit features have no accuracy to hold it to.
+    # The dense backend computes in the features' dtype, so no accuracy is expected of it in 16 bits.
     halves = [] if backend == "dense" else [torch.bfloat16] if quick else [torch.bfloat16, torch.float16]
     return [torch.float32, *halves, *([] if quick or device.type == "mps" else [torch.float64])]
 

@@ -1,4 +1,4 @@
-"""Times of `clip_loss` and `siglip_loss` beside the dense formula and other packages, and what was predicted.
+"""Times of `clip_loss` and `siglip_loss` against the dense formula, other packages and the prediction.
 
     for row in compare(torch.device("cpu"), quick=True):
         row.contestant, row.seconds, row.limit_seconds, row.predicted_seconds

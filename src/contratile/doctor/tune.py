@@ -33,7 +33,7 @@ KernelName = Literal["forward", "gradient"]
 LEAST_GAIN = 0.03
 """A candidate replaces the default if it is faster by more than this, and by more than the noise."""
 BUSY = 0.1
-"""With more noise than this, that the default is as fast as the rest says nothing about an earlier choice."""
+"""With more noise than this, a result in favour of the default does not discard an earlier choice."""
 DEFAULT, AGAIN = "default", "default, again"
 """The default is timed twice, to see the noise."""
 
@@ -85,21 +85,21 @@ class Tuning:
     """How much times of the default differ, at least `LEAST_GAIN`."""
 
     timed: bool
-    """Not if kernels are interpreted, or if the default does not run: then nothing was recorded either."""
+    """False if kernels are interpreted or the default does not run; then nothing was recorded either."""
 
     wrong: list[str] = field(default_factory=list)
-    """Candidates that computed something else than fp64."""
+    """Candidates whose results differ from fp64."""
 
 
 class Subject(ABC):
     """One thing to tune."""
 
     kind: str
-    """As in `engine.tuned`."""
+    """The kind of entry in `engine.tuned`."""
 
     device: torch.device
     name: str
-    """Of the device, as it is recorded."""
+    """Name of the device, as it is recorded."""
 
     dtype: str
     n: int
@@ -157,7 +157,7 @@ class CpuTiles(Subject):
         return step
 
     def _rule(self) -> Choice:
-        """The tiles of the rule, whatever is in the file."""
+        """The tiles of the rule, whatever the file of tuned ones says."""
         rule = plan_tiles(self.n, self.n, self.d, itemsize=self.itemsize)
         return rule.rows, rule.cols
 
@@ -324,7 +324,7 @@ def _timed(subject: Subject, steps: dict[str, Step], notify: Notify) -> dict[str
 
 
 def _noise(times: dict[str, list[float]]) -> float:
-    """By how much times of the default differ: the best of its two entries, and the median from the best."""
+    """Relative difference of the default's times: between the bests of its two entries, and between median and best."""
     default = times[DEFAULT] + times[AGAIN]
     return max(LEAST_GAIN, abs(min(times[AGAIN]) / min(times[DEFAULT]) - 1), median(default) / min(default) - 1)
 

@@ -3,7 +3,7 @@
     corpus, towers, title = open_corpus(Path("features.npy"))
     find_hits(corpus, ["battery charging"], encode_queries(towers.right, ["battery charging"]), k=8, among="left")
 
-The files may come from anyone. They say which rows of which data are pictures, never which files: pictures are read by
+The files may come from anyone. They name rows of data that are pictures, never files: pictures are read by
 position from data that this user embedded or names now.
 """
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 SIDES: tuple[Side, ...] = ("left", "right")
 MOST = 4096
-"""Rows per query that are looked at, at most, to find k different items."""
+"""Maximum number of rows that a query examines to find k different items."""
 
 KEPT = 256
-"""Rows and pictures that are kept in memory, of those that were asked for last."""
+"""Number of most recently used rows and pictures that are kept in memory."""
 
 
 class EmbeddedCorpus:

@@ -39,7 +39,7 @@ def data_files(name: str) -> Iterator[Path]:
 
 
 def data_state(name: str) -> str:
-    """The number and size of the files, and a digest of their names, sizes and times of change."""
+    """The number and size of the files, and a digest of their names, sizes and modification times."""
     digest, count, size = hashlib.blake2b(digest_size=8), 0, 0
     for path in data_files(name):
         told = path.stat()
@@ -70,5 +70,5 @@ def _inside(folder: Path) -> Iterator[Path]:
     for base, folders, files in os.walk(folder, followlinks=True):
         seen.add(os.path.realpath(base))
         inner = sorted(each for each in folders if not each.startswith("."))
-        folders[:] = [each for each in inner if os.path.realpath(Path(base, each)) not in seen]  # links may go round
+        folders[:] = [each for each in inner if os.path.realpath(Path(base, each)) not in seen]  # links may form a loop
         yield from (path for each in sorted(files) if not each.startswith(".") and (path := Path(base, each)).is_file())

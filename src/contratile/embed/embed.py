@@ -82,7 +82,7 @@ def embed_source(
         source: The pairs, from `open_source`.
         out: A name that ends in .npy or .parquet. Beside NAME.npy the keys are written to NAME.keys.jsonl; with both
             sides there are NAME.left.npy and NAME.right.npy. A .parquet has columns key, name, text, index and one for
-            each side. NAME.embedded.json beside either says what they are, for `contratile search`.
+            each side. NAME.embedded.json, written too, describes them for `contratile search`.
         side: What to encode: "left", "right" or "both".
         chunk: Samples that go through the encoders at a time.
         limit: Embed only the first `limit` samples; 0 means all.
@@ -223,7 +223,7 @@ def _check_broken(source: Indexed | Stream, done: Mapping[int, Unit], limit: flo
 
 
 def digest(towers: Towers) -> str:
-    """A digest of the weights, which tells models apart."""
+    """A digest of the weights, which identifies the model."""
     found = hashlib.blake2b(digest_size=16)
     for name, value in sorted(towers.state_dict().items()):
         found.update(name.encode())

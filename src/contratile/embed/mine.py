@@ -49,7 +49,7 @@ class Mined(NamedTuple):
     """Queries with fewer negatives than asked for."""
 
     none: int
-    """Those of them that have none."""
+    """Queries without any negative."""
 
     positive: float
     """Mean score of the positives (of several, the lowest) of queries with negatives; NaN if there are none."""
@@ -179,7 +179,7 @@ def _embed(
     done = work / EMBEDDED
     before = read_object(done)
     there = all((work / FEATURES).with_suffix(f".{kind}").exists() for kind in ("left.npy", "right.npy", "keys.jsonl"))
-    ranks.wait()  # all have looked
+    ranks.wait()  # all processes have checked
     if before.get("plan") == plan and there:
         return int(before["broken"])
     if ranks.rank == 0:

@@ -1,4 +1,4 @@
-"""The files that embedding writes: features as .npy or .parquet, and their keys beside them.
+"""The files that embedding writes: features as .npy or .parquet, and their keys.
 
     output = Output.of(Path("features.npy"), ("left",))
     output.write(units, done, record)            # features.npy, features.keys.jsonl, features.npy.embedded.json
@@ -28,7 +28,7 @@ class Output(NamedTuple):
     """The files of some features."""
 
     features: dict[str, Path]
-    """By side. All sides of a .parquet are in one file."""
+    """Files of features by side. A .parquet holds all sides in one file."""
 
     keys: Path | None
     """JSON lines, one for each row of features; None if they are in the .parquet too."""
@@ -87,7 +87,7 @@ class Output(NamedTuple):
         return [self.record, *map(record_file, [*self.features.values(), *others])]
 
     def _write_broken(self, done: dict[int, Unit]) -> None:
-        self.broken.unlink(missing_ok=True)  # of an earlier time
+        self.broken.unlink(missing_ok=True)  # of an earlier call
         if any(unit.broken for unit in done.values()):
             with written_whole(self.broken) as draft, draft.open("w", encoding="utf-8") as file:
                 for unit in done.values():
@@ -140,7 +140,7 @@ def whole_of(part: Path) -> Path | None:
 def _two_sided(record: Path) -> bool:
     try:
         return len(Record.read(record).sides) == len(SIDES)
-    except ValueError:  # damaged: whoever opens it is told so
+    except ValueError:  # damaged: opening it raises the error
         return True
 
 

@@ -90,7 +90,7 @@ def _of_stream(source: Stream, share: Share, done: Mapping[int, Unit]) -> Iterat
 
 
 class ChunkReader(Loader):
-    """A loader of given chunks that also tells which samples were broken."""
+    """A loader of given chunks that also reports which samples were broken."""
 
     def read(self, tasks: Iterator[ChunkTask]) -> Iterator[tuple[ChunkTask, Chunk | None, list[Broken]]]:
         """Yield tasks with their chunks, None if all samples of a chunk are broken, and the broken samples."""

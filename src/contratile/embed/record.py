@@ -1,4 +1,4 @@
-"""What embedded features are: which run, weights, sides and data made them, in a file beside them.
+"""The record of embedded features: the run, weights, sides and data that made them, in a file next to them.
 
     features.npy, features.keys.jsonl, features.npy.embedded.json
 
@@ -29,7 +29,7 @@ MOST = 1 << 20
 
 
 def record_file(out: Path) -> Path:
-    """The record of features. It has the whole name of theirs: NAME.npy and NAME.parquet may be of different runs."""
+    """The record's file. It keeps the features' suffix, because NAME.npy and NAME.parquet may be of different runs."""
     return out.with_name(out.name + SUFFIX)
 
 
@@ -60,7 +60,7 @@ class Record:
     """Proves that this user wrote the record."""
 
     def write(self, path: Path) -> None:
-        """Write it beside the features, with the mark of this user."""
+        """Write it next to the features, with the mark of this user."""
         key = _key(make=True)
         told = {"format": FORMAT, **asdict(self), "mark": _mark(key, self) if key else ""}
         with written_whole(path) as draft:
@@ -86,7 +86,7 @@ class Record:
             return record
         except FileNotFoundError:
             remedy = "Embed the data again: versions before 0.2 did not write it, and an interrupted call has not yet."
-            bad_value("embedded features", expected=f"{path.name} beside them", got="none", remedy=remedy)
+            bad_value("embedded features", expected=f"{path.name} next to them", got="none", remedy=remedy)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             remedy = "It is damaged or from another version: embed the data again."
             got = f"{type(error).__name__}"
@@ -110,7 +110,7 @@ class Record:
 
     @property
     def own(self) -> bool:
-        """Whether this user wrote the record, and nobody changed where its data is."""
+        """Whether this user wrote the record, and its data fields were not changed since."""
         key = _key(make=False)
         return bool(key and self.mark.isascii() and hmac.compare_digest(_mark(key, self), self.mark))
 

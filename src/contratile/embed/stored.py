@@ -32,7 +32,7 @@ TILE = 16384
 """Rows that are scored at once."""
 
 EVERY = 64
-"""Of every so many lines of keys the position in the file is kept."""
+"""The file position of every EVERY-th line of keys is kept."""
 
 BLOCK = 1 << 20
 LONGEST = 1 << 22
@@ -104,7 +104,7 @@ class Arrays:
 
 
 class Parquet:
-    """NAME.parquet. Features are read anew for each search."""
+    """NAME.parquet. Features are read again for each search."""
 
     def __init__(self, path: Path, record: Record) -> None:
         self._path, self._parquet, self._width = path, need("pyarrow.parquet"), record.width

@@ -1,4 +1,4 @@
-"""Features in the making: a folder of units, each of them complete or not there.
+"""Unfinished features: a folder of units, each of them complete or absent.
 
     units = Units(folder, {"left": 64})
     units.open(plan)                             # one process: begins, or checks that what is there fits
@@ -30,7 +30,7 @@ PLAN = "plan.json"
 
 
 class EmbeddedRow(NamedTuple):
-    """What is told about a sample beside its features."""
+    """What is stored about a sample in addition to its features."""
 
     key: str
     name: str

@@ -1,4 +1,4 @@
-"""The folder of unfinished work beside an output: one process at a time uses it, and it disappears at once.
+"""The folder of unfinished work next to an output: one process at a time uses it, and it is removed in one step.
 
     folder = work_folder(Path("features.npy"))   # .features.npy.unfinished
     held = claim_folder(folder)                  # creates it; no other process can claim it while `held` lives
@@ -50,7 +50,7 @@ def claim_folder(folder: Path) -> Claim | None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete the folder, which this process has claimed: it is there as a whole, or not at all."""
+    """Delete the folder, which this process has claimed. Other processes see all of it or none of it."""
     away = folder.with_name(f"{folder.name}{REMOVED}{os.getpid()}")
     shutil.rmtree(away, ignore_errors=True)
     folder.replace(away)
@@ -67,5 +67,5 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def _escaped(name: str) -> str:
-    """A name for `Path.glob` that stands for itself."""
+    """A name, escaped so that `Path.glob` takes it literally."""
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)

@@ -39,7 +39,7 @@ def pair_stats(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     if spec.backend == "dense":
         return dense.pair_stats(x, spec)
     if x.key is None and x.labels is not None and x.query_ids is not None:
-        x = x._replace(key=x.query)  # ids spare a positive for its own query only: the scores are not symmetric
+        x = x._replace(key=x.query)  # with ids a positive counts for its own query only: the scores are not symmetric
     symmetric, own = x.key is None, spec
     if symmetric and spec.cols:
         own = own._replace(rows=True, cols=False)
@@ -72,12 +72,12 @@ def _wants_grad(x: Inputs) -> bool:
 
 @cache
 def _graph_break() -> Callable[..., tuple[Any, ...]]:
-    """Collectives run eagerly under `torch.compile`, whose modules are imported only when needed."""
+    """Run collectives eagerly under `torch.compile`. Cached, so that its modules are imported only when needed."""
     return torch.compiler.disable(lambda *arguments: _Pairs.apply(*arguments))  # type: ignore[no-any-return, no-untyped-call]
 
 
 _untracked = torch._C._AutoDispatchBelowAutograd
-"""Inside, operators record nothing and skip autograd's part of their dispatch, which `torch.no_grad` goes through."""
+"""Context manager: operators inside skip autograd's part of the dispatch, which `torch.no_grad` would run."""
 
 
 class _Pairs(torch.autograd.Function):
@@ -92,7 +92,7 @@ class _Pairs(torch.autograd.Function):
         x: Inputs,
         *differentiable: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        """`differentiable`: those of the inputs that autograd has to know."""
+        """`differentiable`: the inputs of `x` that may get gradients, which autograd must receive one by one."""
         with _untracked():
             results = forward(ring, x, spec)
         tensors = results.tensors()
@@ -125,7 +125,7 @@ class _Pairs(torch.autograd.Function):
 
 
 def _with_zeros(grads: PairStats, results: PairStats) -> PairStats:
-    """Gradients of 0 for differentiable results that nothing was built on."""
+    """Zero gradients for differentiable results that the caller did not use."""
 
     def filled(grad: Tensor | None, result: Tensor | None) -> Tensor | None:
         return torch.zeros_like(result) if grad is None and result is not None else grad
@@ -146,7 +146,7 @@ class _Final(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, *anchors: Tensor) -> Tensor:
-        """`anchors`: whichever of them is differentiated, the way there leads through here."""
+        """`anchors`: tensors that the gradient depends on; differentiating with respect to any of them raises."""
         return grad.view_as(grad)
 
     @staticmethod
@@ -166,7 +166,7 @@ def stand_in(query: Tensor) -> Tensor | None:
 
 
 class _StandIn(torch.autograd.Function):
-    """An fp32 tensor in the shape of the features that takes no memory."""
+    """An fp32 tensor with the shape of the features that takes no memory."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor) -> Tensor:

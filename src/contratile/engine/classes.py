@@ -65,7 +65,7 @@ def class_sums(
     differ: bool = False,
     left_out: LeftOut = _NOTHING,
 ) -> ClassSums:
-    """The sums over one block of queries and one of keys. A side that is not asked for stays 0."""
+    """The sums over one block of queries and one of keys. A side that is not requested stays 0."""
     assert not differ or left_out.row is None, "a row never differs from itself"
     sums = ClassSums(*(torch.zeros(len(x), dtype=alpha.dtype, device=q.device) for x in (q, q, k, k)))
     buffers, ids = _buffers(max(len(q), len(k)), q, alpha), (query_classes, key_classes)

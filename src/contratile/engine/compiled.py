@@ -26,7 +26,7 @@ def pair_stats(x: Inputs, spec: Spec) -> PairStats:
 
 
 def _schema(*records: type) -> str:
-    """The arguments of an operator that takes the fields of these records."""
+    """The argument list, in a schema, of an operator that takes the fields of these records."""
     names = {Tensor: "Tensor", bool: "bool", int: "SymInt", float: "float", str: "str"}
     optional: dict[Any, str] = {kind | None: f"{name}?" for kind, name in names.items()}
     optional[tuple[int, ...] | None] = "int[]?"
@@ -50,7 +50,7 @@ def _packed(results: PairStats) -> list[Tensor]:
 
 def _unpacked(x: Inputs, spec: Spec, tensors: Sequence[Any]) -> PairStats:
     """The inverse of `_packed`, which also serves for gradients in the order of the results."""
-    expected = shapes(x, spec)._replace(cache=spec.cache_bytes or None)  # type: ignore[arg-type]  # presence is all
+    expected = shapes(x, spec)._replace(cache=spec.cache_bytes or None)  # type: ignore[arg-type]  # only presence is read
     each = iter(tensors)
     return PairStats.of([None if shape is None else next(each) for shape in expected.tensors()], spec.unit)
 

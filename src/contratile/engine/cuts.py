@@ -29,7 +29,7 @@ class Cut(NamedTuple):
 
     plan: TilePlan
     cached: int
-    """Scores of it that fit into the cache."""
+    """Number of its scores that fit into the cache."""
 
 
 def cuts_of(ring: Ring, x: Inputs, spec: Spec) -> tuple[Cut, ...]:
@@ -38,7 +38,7 @@ def cuts_of(ring: Ring, x: Inputs, spec: Spec) -> tuple[Cut, ...]:
     one_set, itemsize = x.key is None, accumulation_dtype(x.query.dtype).itemsize
     of_other = x.teacher_query if x.guide_query is None else x.guide_query
     beside = 0 if of_other is None else of_other.shape[1]
-    # Tuned on one machine, so not for tiles that several ranks have to cut alike.
+    # Tuned shapes belong to one machine; several ranks must cut the same tiles.
     own = not (one_set or beside or spec.prefixes) and spec.tile is None and ring.team.size == 1 and x.query.is_cpu
     # Sizes may be symbols while a compiler traces, and a cache cannot hold those.
     make = _cuts if type(n) is type(ring.sizes[0]) is type(d) is int else _cuts.__wrapped__
@@ -66,7 +66,7 @@ def _cuts(
     room: int,
     **how: Any,
 ) -> tuple[Cut, ...]:
-    """Those of a rank's queries with the keys of all ranks. Blocks that come first fill the cache, `room` bytes."""
+    """The cuts of a rank's queries with the keys of all ranks. The first blocks fill the cache of `room` bytes."""
     cuts = []
     for source in schedule.route(rank).visits():
         flip = one_set and source < rank  # two ranks compute the same tiles, one of them transposed
@@ -80,7 +80,7 @@ def _cuts(
 
 
 def cached_items(cuts: tuple[Cut, ...]) -> int:
-    """Scores of all blocks that fit into the cache."""
+    """Number of scores of all blocks that fit into the cache."""
     return sum(cut.cached for cut in cuts)
 
 

@@ -16,15 +16,25 @@ from torch import Tensor
 
 from contratile.engine import reserve
 from contratile.engine.backends import registry, torch_tiles
-from contratile.engine.backends.block import Given, Gradients, SideGrad, TeacherGrads
+from contratile.engine.backends.block import Given, Gradients, Scores, SideGrad, TeacherGrads
 from contratile.engine.backends.precision import library_products, resolve
 from contratile.engine.beside import centres, teacher_grad
 from contratile.engine.cuts import cached_items, cuts_of, pieces
 from contratile.engine.prefixes import add_norm_grads_
 from contratile.engine.spec import InputGrads, Inputs, PairStats, SideStats, Spec, Wanted, number
 from contratile.engine.stats import SideParts, TeacherSide, accumulation_dtype
-from contratile.engine.visitors import KeyBlock, KeyGrad, Own, alpha_of, by_key, factors_of, key_block, scores_of
-from contratile.ring.ring import Ring, RingPass
+from contratile.engine.visitors import (
+    Factors,
+    KeyBlock,
+    KeyGrad,
+    Own,
+    alpha_of,
+    by_key,
+    factors_of,
+    key_block,
+    scores_of,
+)
+from contratile.ring.ring import Block, Ring, RingPass
 
 
 def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
@@ -37,29 +47,13 @@ def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
     cuts = cuts_of(ring, x, spec)
     cache = reserve.take(cached_items(cuts), alpha) if spec.cache_bytes else None
     mine = key_block(x, spec, alpha, classes=x.key_classes, factor=factors.key)
-    level = x.query_level
+    own = Own(x.query_level, guide_level=x.guide_level, factor=factors.query)
     tiles = registry.choose(x, spec)
-    centre, teacher_pos = centres(x, alpha), None if x.teacher_query is None or pos is None else torch.zeros_like(pos)
-    guide_level = x.guide_level
-    if x.guide_query is not None and pos is not None:
-        guide_level = torch.zeros_like(pos)
-        home = scores_of(ring, ring.team.rank, cuts[0].plan, x, mine, spec, alpha, Own(level))
-        assert home.guide is not None
-        with library_products(spec.precision, x.query):
-            torch_tiles.guide_positives(home, home.guide, guide_level)
-    if spec.cols and not (centre is None and guide_level is None):
-        mine = mine._replace(
-            centre=None if centre is None else by_key(centre, x, spec, otherwise=0.0),
-            guide_level=None if guide_level is None else by_key(guide_level, x, spec, otherwise=torch.inf),
-        )
-    if spec.compares and pos is not None:
-        level = torch.zeros_like(pos)
-        home = scores_of(ring, ring.team.rank, cuts[0].plan, x, mine, spec, alpha, Own(level))
-        tiles.positives(home, spec, level)
-        torch_tiles.score_positives_(home, pos.copy_(level))
-        if spec.cols:
-            mine = mine._replace(level=by_key(level, x, spec, otherwise=torch.inf))
-    own = Own(level, centre, teacher_pos, guide_level, factors.query)
+    if x.teacher_query is not None:
+        own, mine = _with_teacher(own, mine, x, spec, alpha, pos)
+    if pos is not None and (x.guide_query is not None or spec.compares):
+        home = scores_of(ring, ring.team.rank, cuts[0].plan, x, mine, spec, alpha, Own(x.query_level))
+        own, mine = _with_levels(own, mine, x, spec, home, pos)
     trip: RingPass[KeyBlock, SideParts] = RingPass(ring, mine)
     rows: SideParts | None = None
     for block, cut, kept in zip(trip, cuts, pieces(cache, cuts), strict=True):
@@ -81,11 +75,40 @@ def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
         row=rows.finish(row_term, row_taught) if spec.rows else SideStats(),
         col=SideStats() if trip.home is None else trip.home.finish(col_term, col_taught),
         pos=pos,
-        level=level if spec.compares and pos is not None else None,
+        level=own.level if spec.compares and pos is not None else None,
         cache=cache,
-        teacher_pos=teacher_pos,
-        guide_level=guide_level if pos is not None else None,
+        teacher_pos=own.teacher_pos,
+        guide_level=own.guide_level if pos is not None else None,
     )
+
+
+def _with_teacher(
+    own: Own, mine: KeyBlock, x: Inputs, spec: Spec, alpha: Tensor, pos: Tensor | None
+) -> tuple[Own, KeyBlock]:
+    centre = centres(x, alpha)
+    own = own._replace(centre=centre, teacher_pos=None if pos is None else torch.zeros_like(pos))
+    if spec.cols and centre is not None:
+        mine = mine._replace(centre=by_key(centre, x, spec, otherwise=0.0))
+    return own, mine
+
+
+def _with_levels(own: Own, mine: KeyBlock, x: Inputs, spec: Spec, home: Scores, pos: Tensor) -> tuple[Own, KeyBlock]:
+    """What pairs are compared with, by rows and by columns: products of the positives, and the guide's."""
+    if home.guide is not None:
+        guide_level = torch.zeros_like(pos)
+        with library_products(spec.precision, x.query):
+            torch_tiles.guide_positives(home, home.guide, guide_level)
+        own = own._replace(guide_level=guide_level)
+        if spec.cols:
+            mine = mine._replace(guide_level=by_key(guide_level, x, spec, otherwise=torch.inf))
+    if spec.compares:
+        level = torch.zeros_like(pos)
+        registry.choose(x, spec).positives(home, spec, level)
+        torch_tiles.score_positives_(home, pos.copy_(level))
+        own = own._replace(level=level)
+        if spec.cols:
+            mine = mine._replace(level=by_key(level, x, spec, otherwise=torch.inf))
+    return own, mine
 
 
 def backward(
@@ -105,86 +128,136 @@ def backward(
     """
     spec = _resolved(spec, x)
     alpha = alpha_of(x.scale, spec, accumulation_dtype(x.query.dtype))
-    symmetric, alone = x.key is None, ring.team.size == 1
-    full = x.stand_in is not None
-    # dq accumulates in full precision over several blocks, both sides of a tile, or class sums. Otherwise each row is
-    # written once.
-    shared = query_sum is not None or key_sum is not None
-    once = alone and not symmetric and not spec.sums and not spec.prefixes and query_sum is None
-    dtype = x.query.dtype if once and not full else alpha.dtype
-    make = torch.empty if once and ring.sizes[0] else torch.zeros
-    dq = query_sum
-    if dq is None and wanted.query:
-        dq = make(x.query.shape, dtype=dtype, device=x.query.device)
-    dscale = alpha.new_zeros(()) if wanted.scale else None
-    dbias = alpha.new_zeros(()) if wanted.bias else None
-    level = x.query_level if results.level is None else results.level
-    guide_level = x.guide_level if results.guide_level is None else results.guide_level
-    if guide_level is not None:
-        level = guide_level
-    tiles = registry.choose(x, spec)
-    row = _side_grad(results.row, grads.row, spec, level)
-    # With symmetric scores a visitor's rows are this rank's columns.
-    col = row if symmetric else _side_grad(results.col, grads.col, spec, None)
-    col_sums_grad = grads.row.sums if symmetric else grads.col.sums
     factors = factors_of(x, spec)
+    level = _level(x, results)
+    row, row_taught = _side_grad(results.row, grads.row, spec, level), teacher_grad(results.row, grads.row)
     own = Own(level, factor=factors.query)
-    dnorm = factors.query.new_zeros(factors.query.shape) if dq is not None and factors.query is not None else None
-    column = {} if col is None else {"level": _level_by_key(level, x, spec), "lse": col.lse, "grad": col.grad}
-    mine = key_block(x, spec, alpha, factor=factors.key, **column)
-    row_taught, col_taught = teacher_grad(results.row, grads.row), teacher_grad(results.col, grads.col)
-    if col_taught is not None:
-        mine = mine._replace(teacher_lse=col_taught.lse, teacher_grad=col_taught.grad)
-    if spec.sums and (grads.row.sums is not None or col_sums_grad is not None):
-        mine = mine._replace(classes=x.key_classes, sums_grad=col_sums_grad)
+    mine = _with_gradients(key_block(x, spec, alpha, factor=factors.key), x, spec, results, grads, row)
+    into = _own_gradients(ring, x, spec, alpha, wanted, factors, query_sum)
+    tiles = registry.choose(x, spec)
     trip: RingPass[KeyBlock, KeyGrad] = RingPass(ring, mine)
     cuts = cuts_of(ring, x, spec)
     for block, cut, kept in zip(trip, cuts, pieces(results.cache, cuts), strict=True):
         visitor = block.carried
         scores = scores_of(ring, block.source, cut.plan, x, visitor, spec, alpha, own, kept)
         mirrored = scores.k is None
-        theirs = None
-        if visitor.grad is not None and not mirrored:
-            theirs = SideGrad(visitor.lse, visitor.grad, visitor.level)
-        pos_grad = grads.pos if block.home else None
-        given = Given(row, theirs, results.pos, pos_grad, grads.row.sums, visitor.sums_grad)
+        col = None if visitor.grad is None or mirrored else SideGrad(visitor.lse, visitor.grad, visitor.level)
+        given = Given(row, col, results.pos, grads.pos if block.home else None, grads.row.sums, visitor.sums_grad)
         if results.teacher_pos is not None:
-            theirs = None if visitor.teacher_grad is None else SideGrad(visitor.teacher_lse, visitor.teacher_grad, None)
-            if row_taught is not None or theirs is not None:
-                given = given._replace(teacher=TeacherGrads(row_taught, theirs, results.teacher_pos))
-        dk = key_sum
-        if dk is None and wanted.key and not symmetric:
-            dk = block.zeros(x.query, alpha.dtype)
-        dkey_bias = block.zeros(x.key_bias, alpha.dtype) if wanted.key_bias and x.key_bias is not None else None
-        dkey_norm = block.zeros(factors.key) if dk is not None and factors.key is not None else None
-        if dk is not None or dkey_bias is not None:
-            block.gathered = KeyGrad(dk, dkey_bias, dkey_norm)
+            given = given._replace(teacher=_taught_grads(row_taught, visitor, results.teacher_pos))
+        keys = _key_gradients(block, x, alpha, wanted, factors, key_sum)
         # With `key=None` both ranks compute their shared tiles, so each takes half.
-        dalpha = alpha.new_zeros(()) if dscale is not None and symmetric and not block.home else dscale
-        out = Gradients(dq, dq if mirrored else dk, dalpha, dbias, once, dkey_bias, dnorm, dkey_norm, shared)
+        halved = x.key is None and not block.home and into.dalpha is not None
+        out = into._replace(
+            dk=into.dq if mirrored else keys.dk,
+            dalpha=alpha.new_zeros(()) if halved else into.dalpha,
+            dcol_bias=keys.dbias,
+            dcol_norm=keys.dnorm,
+            shared=query_sum is not None or key_sum is not None,
+        )
         with library_products(spec.precision, x.query):
             tiles.backward(scores, spec, given, out)
-        if dscale is not None and dalpha is not None and dalpha is not dscale:
-            dscale += dalpha / 2
-    if dscale is not None:
-        sides = ((results.row.sums, grads.row.sums), (results.col.sums, grads.col.sums)) if spec.sums else ()
-        for result, grad in sides:
-            if result is not None and grad is not None:
-                dscale += (grad * result).sum() / alpha
-        dscale = (dscale / number(spec.unit, dscale)).to(x.scale.dtype)
+        if halved and into.dalpha is not None and out.dalpha is not None:
+            into.dalpha.add_(out.dalpha / 2)
     of_keys = trip.home or KeyGrad(None)
-    if of_keys.dbias is not None:
-        of_keys = of_keys._replace(dbias=of_keys.dbias / number(spec.unit, of_keys.dbias))
     if spec.normalize:
-        add_norm_grads_(dq, x.query, spec.prefixes, factors.query, dnorm)
+        add_norm_grads_(into.dq, x.query, spec.prefixes, factors.query, into.drow_norm)
         add_norm_grads_(of_keys.dk, x.keys, spec.prefixes, factors.key, of_keys.dnorm)
+    dq = None if into.dq is None or query_sum is not None else into.dq
     return InputGrads(
-        query=None if dq is None or query_sum is not None else dq if full else dq.to(x.query.dtype),
+        query=dq if dq is None or x.stand_in is not None else dq.to(x.query.dtype),
         key=None if of_keys.dk is None or key_sum is not None else of_keys.dk.to(x.query.dtype),
-        scale=dscale,
-        bias=None if dbias is None or x.bias is None else dbias.to(x.bias.dtype),
-        key_bias=None if of_keys.dbias is None or x.key_bias is None else of_keys.dbias.to(x.key_bias.dtype),
+        scale=_scale_grad(into.dalpha, x, spec, alpha, results, grads),
+        bias=None if into.dbias is None or x.bias is None else into.dbias.to(x.bias.dtype),
+        key_bias=_key_bias_grad(of_keys.dbias, x, spec),
     )
+
+
+def _level(x: Inputs, results: PairStats) -> Tensor | None:
+    """What rows compare their products with, or a guide's products."""
+    for level in (results.guide_level, x.guide_level, results.level):
+        if level is not None:
+            return level
+    return x.query_level
+
+
+def _with_gradients(
+    mine: KeyBlock, x: Inputs, spec: Spec, results: PairStats, grads: PairStats, row: SideGrad | None
+) -> KeyBlock:
+    """This rank's keys with the gradients of their columns; with symmetric scores these are a visitor's rows."""
+    symmetric = x.key is None
+    col = row if symmetric else _side_grad(results.col, grads.col, spec, None)
+    if col is not None:
+        mine = mine._replace(level=_level_by_key(_level(x, results), x, spec), lse=col.lse, grad=col.grad)
+    taught = teacher_grad(results.col, grads.col)
+    if taught is not None:
+        mine = mine._replace(teacher_lse=taught.lse, teacher_grad=taught.grad)
+    sums_grad = grads.row.sums if symmetric else grads.col.sums
+    if spec.sums and (grads.row.sums is not None or sums_grad is not None):
+        mine = mine._replace(classes=x.key_classes, sums_grad=sums_grad)
+    return mine
+
+
+def _own_gradients(
+    ring: Ring, x: Inputs, spec: Spec, alpha: Tensor, wanted: Wanted, factors: Factors, query_sum: Tensor | None
+) -> Gradients:
+    """What all blocks add to: the gradients of this rank's queries, of the scale and of the bias."""
+    # dq accumulates in full precision over several blocks, both sides of a tile, or class sums. Otherwise each row is
+    # written once.
+    alone, symmetric = ring.team.size == 1, x.key is None
+    once = alone and not symmetric and not spec.sums and not spec.prefixes and query_sum is None
+    dq = query_sum
+    if dq is None and wanted.query:
+        dtype = x.query.dtype if once and x.stand_in is None else alpha.dtype
+        make = torch.empty if once and ring.sizes[0] else torch.zeros
+        dq = make(x.query.shape, dtype=dtype, device=x.query.device)
+    return Gradients(
+        dq,
+        dk=None,
+        dalpha=alpha.new_zeros(()) if wanted.scale else None,
+        dbias=alpha.new_zeros(()) if wanted.bias else None,
+        once=once,
+        drow_norm=None if dq is None or factors.query is None else torch.zeros_like(factors.query),
+    )
+
+
+def _key_gradients(
+    block: Block[KeyBlock, KeyGrad], x: Inputs, alpha: Tensor, wanted: Wanted, factors: Factors, key_sum: Tensor | None
+) -> KeyGrad:
+    """What the gradients of a block's keys are added to; it travels on with them."""
+    dk = key_sum
+    if dk is None and wanted.key and x.key is not None:
+        dk = block.zeros(x.query, alpha.dtype)
+    dbias = block.zeros(x.key_bias, alpha.dtype) if wanted.key_bias and x.key_bias is not None else None
+    dnorm = block.zeros(factors.key) if dk is not None and factors.key is not None else None
+    keys = KeyGrad(dk, dbias, dnorm)
+    if dk is not None or dbias is not None:
+        block.gathered = keys
+    return keys
+
+
+def _taught_grads(row: SideGrad | None, visitor: KeyBlock, teacher_pos: Tensor) -> TeacherGrads | None:
+    col = None if visitor.teacher_grad is None else SideGrad(visitor.teacher_lse, visitor.teacher_grad, None)
+    return None if row is None and col is None else TeacherGrads(row, col, teacher_pos)
+
+
+def _scale_grad(
+    dalpha: Tensor | None, x: Inputs, spec: Spec, alpha: Tensor, results: PairStats, grads: PairStats
+) -> Tensor | None:
+    """From the gradient of alpha, and the sums of scores, which are proportional to the scale."""
+    if dalpha is None:
+        return None
+    sides = ((results.row.sums, grads.row.sums), (results.col.sums, grads.col.sums)) if spec.sums else ()
+    for result, grad in sides:
+        if result is not None and grad is not None:
+            dalpha += (grad * result).sum() / alpha
+    return (dalpha / number(spec.unit, dalpha)).to(x.scale.dtype)
+
+
+def _key_bias_grad(dbias: Tensor | None, x: Inputs, spec: Spec) -> Tensor | None:
+    if dbias is None or x.key_bias is None:
+        return None
+    return (dbias / number(spec.unit, dbias)).to(x.key_bias.dtype)
 
 
 def _level_by_key(level: Tensor | None, x: Inputs, spec: Spec) -> Tensor | None:

@@ -20,7 +20,7 @@ WORKSPACE_LIMIT = 40 * MiB
 """Upper limit on the scratch memory of an automatic plan, for any N, M and D."""
 
 LISTED = 16
-"""Plans of about this many tiles keep the list of them, which a small step would spend its time on."""
+"""Plans of up to about this many tiles cache their list, which would dominate the time of a small step."""
 
 _TILES = 3
 """Tiles alive at once: scores, gradient and scratch; with prefixes product, factors and scratch, plus theirs."""
@@ -31,7 +31,7 @@ _BESIDE = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a plan is made for: cores, and the bytes of cache they share (the last level)."""
+    """The machine that a plan is for: cores, and the bytes of their shared last-level cache."""
 
     cores: int
     shared_cache: int

@@ -49,7 +49,7 @@ class Prefixes(NamedTuple):
 
     @property
     def asked(self) -> bool:
-        """Whether there is more than the whole product: scores and products are then different tiles."""
+        """Whether prefixes were requested: scores and products are then different tiles."""
         return self.blocks != (None,)
 
     def factor(self, at: int, tile: Tile, out: Tensor) -> Tensor | None:

@@ -170,7 +170,7 @@ def number(value: float | Tensor, like: Tensor) -> float | Tensor:
 
 
 class SideStats(NamedTuple):
-    """Statistics of the rows, or of the columns. None: not asked for."""
+    """Statistics of the rows, or of the columns. None: not requested."""
 
     total: Tensor | None = None  # log-sum-exps, or sums of softplus
     slack: Tensor | None = None  # exp(total) / true sum, close to 1: see `Stats.finish`

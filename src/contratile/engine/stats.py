@@ -88,7 +88,7 @@ class Stats(NamedTuple):
 
 
 class SideParts(NamedTuple):
-    """Running statistics of the rows, or of the columns, over the blocks seen so far. None: not asked for."""
+    """Running statistics of the rows, or of the columns, over the blocks seen so far. None: not requested."""
 
     level: Tensor | None = None
     total: Tensor | None = None
@@ -107,7 +107,7 @@ class SideParts(NamedTuple):
     """With the same exponentials as weights, sums of the scores minus the entry's centre."""
 
     def spread(self) -> SideParts:
-        """The same with a level for each entry, as travelling and merging need it."""
+        """The same statistics with a level for each entry, which merging and sending them needs."""
         levels = {}
         for name, of in _LEVELS.items():
             level, total = getattr(self, name), getattr(self, of)

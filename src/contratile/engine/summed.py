@@ -4,7 +4,7 @@
     pair_stats(ring, Inputs(query, key, scale), spec)      # both calls add to one buffer,
     pair_stats(ring, Inputs(query, None, scale), spec)     # which becomes the gradient of the original features
 
-With autograd alone each call would return a gradient of its own, which is held in memory beside the sum.
+With autograd alone each call would return a gradient of its own, which needs memory in addition to the sum.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class GradSum:
     def total(self, like: Tensor) -> Tensor:
         """The buffer to add to."""
         task = torch._C._current_graph_task_id()
-        if task != self._task:  # an earlier pass may have stopped before the sum was asked for
+        if task != self._task:  # an earlier pass may have stopped before the sum was taken
             self._task, self._total = task, torch.zeros_like(like, memory_format=torch.contiguous_format)
         return self._total
 

@@ -45,7 +45,7 @@ class Key(NamedTuple):
 
 
 class TunedEntry(NamedTuple):
-    """What was chosen, and its time beside that of the default."""
+    """What was chosen, with its time and that of the default."""
 
     choice: Choice
     seconds: float | None = None
@@ -61,7 +61,7 @@ def folder() -> Path | None:
         local = os.environ.get("LOCALAPPDATA")
         return Path(local) / "contratile" if local else None
     shared = os.environ.get("XDG_CACHE_HOME", "")
-    if Path(shared).is_absolute():  # others are to be ignored, says the standard
+    if Path(shared).is_absolute():  # the XDG standard says to ignore relative paths
         return Path(shared) / "contratile"
     try:
         return Path.home() / ".cache" / "contratile"
@@ -168,7 +168,7 @@ def versions(kind: str) -> str:
     return f"torch {torch.__version__}, triton {triton}, kernels {digest}"
 
 
-# --- what is asked in a step --------------------------------------------------------------------------------------
+# --- lookups of a step ----------------------------------------------------------------------------------------------
 
 
 def tiles(d: int, itemsize: int) -> tuple[int, int] | None:
@@ -211,7 +211,7 @@ _forced: dict[str, Choice] = {}
 
 @contextlib.contextmanager
 def forced(kind: str, choice: Choice | None) -> Iterator[None]:
-    """Use a choice in this process, whatever was recorded; forward and backward go inside together."""
+    """Context manager: use a choice in this process, whatever was recorded. Run forward and backward inside it."""
     before = _forced.pop(kind, None)
     if choice is not None:
         _forced[kind] = choice

@@ -61,7 +61,7 @@ class KeyGrad(NamedTuple):
 
 
 class Own(NamedTuple):
-    """Numbers of this rank's queries that a tile compares its products with, or multiplies them by."""
+    """Per query of this rank: numbers that a tile compares its products with, or multiplies them by."""
 
     level: Tensor | None = None
     """The positives' products."""
@@ -74,7 +74,7 @@ class Own(NamedTuple):
 
 
 def key_block(x: Inputs, spec: Spec, alpha: Tensor, **of_pass: Tensor | None) -> KeyBlock:
-    """What of this rank's keys travels in both passes, and fields that one of them adds."""
+    """This rank's keys as they travel in both passes, with the fields that only one pass sends (`of_pass`)."""
     bias = None if x.key_bias is None else x.key_bias.to(alpha.dtype) / spec.unit
     return KeyBlock(x.keys, x.key_ids, bias=bias, teacher=x.teacher_key, guide=x.guide_keys, **of_pass)
 

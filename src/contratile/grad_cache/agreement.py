@@ -63,7 +63,7 @@ def _difference(got: list[Tensor], want: list[Tensor], owner: nn.Module, chunk: 
         tolerance = _CLOSE_HALF
     compared = False
     for cut, whole in zip(got, want, strict=True):
-        known = whole.isfinite()  # what an encoder makes of rows without any token may be NaN
+        known = whole.isfinite()  # features of rows without tokens may be NaN
         a, b = cut[known].double(), whole[known].double()
         if not b.numel():
             continue

@@ -63,7 +63,7 @@ class GradCache:
         chunk_tokens: Tokens to encode at a time, padding included, for inputs with integer tensors [rows, columns];
             with a number as `chunk_size` at most so many rows as well.
         lengths: "auto" sorts the rows of mappings with an attention mask by length and cuts off their padding, if the
-            features stay the same; see `ByLength`, which also chooses what is cut. "off" keeps rows as they come.
+            features stay the same; see `ByLength`, which also chooses what is cut. "off" keeps the order of the rows.
         split_fn: For inputs whose tensors do not have one entry per row: called with the inputs, it returns `Rows`. One
             for all inputs, or one for each (None for plain rows). Ready ones are in `contratile.grad_cache.rows`.
         keep_graphs: Chunks, the last ones, whose graphs are kept in the first pass, so that they need no second: a
@@ -132,7 +132,7 @@ class GradCache:
         """Chunks of the last step whose graphs were kept."""
         self._graphs = False
         self.padding = Padding()
-        """Tokens of the last step: real ones, encoded ones, and as they came."""
+        """Tokens of the last step: real, encoded, and as given."""
 
     def step(self, *inputs: Nest, **loss_keywords: Any) -> Any:
         """Compute the loss and add its gradients to `.grad`.
@@ -248,7 +248,7 @@ class GradCache:
         """Phase 3: encode each chunk again, with gradients, and backpropagate the gradients of its features.
 
         DDP and FSDP synchronise gradients in the last backward pass of each wrapper. Random state and buffers are
-        restored afterwards, also if an encoder raises; `.grad` then holds the gradients of the chunks done so far.
+        restored afterwards, even if an encoder raises; `.grad` then holds the gradients of the chunks done so far.
 
         Args:
             encoded: Result of `encode`, whose features have gradients; it is closed afterwards.

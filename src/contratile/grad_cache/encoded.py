@@ -1,4 +1,4 @@
-"""The result of the first phase: features for the loss, and what it takes to encode every chunk again."""
+"""The result of the first phase: features for the loss, and what is needed to encode every chunk again."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Encoded:
 
     @property
     def leaves(self) -> list[list[Tensor]]:
-        """The tensors of `features`, a list per side, the first column's first."""
+        """The tensors of `features`: a list per side, in the order of its inputs."""
         if not self._open:
             remedy = "Encode again: the chunks of a batch are kept for one backward pass."
             bad_value("encoded", expected="features that are still there", got="used ones", remedy=remedy)

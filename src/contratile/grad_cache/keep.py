@@ -6,7 +6,7 @@
             record.kept = encode with gradients
             shelf.add(record, item)
 
-The backward pass goes from the last chunk to the first, so kept graphs are gone before a chunk is encoded again.
+The backward pass goes from the last chunk to the first, so kept graphs are freed before a chunk is encoded again.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ KeepGraphs: TypeAlias = "int | Literal['auto']"
 USED = 0.9
 """Share of the limit that graphs may fill: allocators leave gaps."""
 FREE = 0.8
-"""Share of what is free on an accelerator that is the limit, if none is given."""
+"""Default limit on an accelerator, as a share of its free memory."""
 LONGER = 1.25
 """A chunk is measured too if it is longer by this factor (attention may need more per token) or has as many more tokens
 than those that were."""
 
 
 class GraphCost(NamedTuple):
-    """Memory of a chunk with gradients; the most of those that were measured for an encoder."""
+    """Memory of a chunk with gradients: the maximum over the chunks measured for an encoder."""
 
     graph: float
     """Bytes that stay until the backward pass, per token (per row for inputs that are not cut)."""
@@ -157,7 +157,7 @@ class Shelf:
 
     @property
     def stretch(self) -> float:
-        """Room that is taken by a graph of weight 1."""
+        """Room that a graph of weight 1 takes."""
         return 1.0
 
     def weight(self, item: Item) -> float:

@@ -85,7 +85,7 @@ def _cheapest_ends(widths: Sequence[int], last: Sequence[int], overhead: int) ->
     only starts worth trying are rows where the width changes, and rows from which a chunk is full.
 
     Args:
-        widths: Of each row, descending.
+        widths: Width of each row, descending.
         last: For each row: the latest end of a chunk that starts there.
         overhead: Tokens for each chunk.
     """
@@ -132,7 +132,7 @@ class Padding(NamedTuple):
     """Tokens that were encoded, padding included."""
 
     given: int = 0
-    """Tokens as they came: rows times columns."""
+    """Tokens of the inputs as given: rows times columns."""
 
     @property
     def saved(self) -> float:

@@ -27,7 +27,7 @@ class RichBar:
         self.task: Any = None
         self.phase: Phase | None = None
         self.note = ""
-        """Shown beside the phase "encode"."""
+        """Shown next to the phase "encode"."""
 
     def __call__(self, phase: Phase, done: int, total: int | None) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -79,7 +79,7 @@ def image_patches(inputs: Mapping[str, Any]) -> Rows:
 def several_images(inputs: Mapping[str, Any]) -> Rows:
     """Rows with any number of images: `pixel_values` [images, ...], and `num_images` [rows] says how many each has.
 
-    Other tensors that start with `pixel_` or `image_` and have as many entries as there are images are split alike.
+    Other tensors whose names start with `pixel_` or `image_` are split the same way if they have one entry per image.
 
     Args:
         inputs: Tensors by name. `num_images` is not passed to the encoder.

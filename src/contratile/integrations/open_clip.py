@@ -224,10 +224,10 @@ class SigLipLoss(CheckedModule):
         rank: Has no effect.
         world_size: Size of the process group; 1 uses this process alone.
         dist_impl: "bidir", "shift", "reduce" or "gather"; all use the same ring here.
-        chunk_size: Has no effect: open_clip 4.2 computes its scores in such parts, tiles are never larger here.
+        chunk_size: Has no effect. open_clip 4.2 computes its scores in chunks of this size; here tiles do that.
 
     Raises:
-        ValueError: `dist_impl` is unknown, `chunk_size` is no number of rows, or `world_size` is not the size of the
+        ValueError: `dist_impl` is unknown, `chunk_size` is not a number of rows, or `world_size` is not the size of the
             process group.
 
     Examples:

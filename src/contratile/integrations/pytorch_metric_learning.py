@@ -45,7 +45,7 @@ class _LabelLoss(CheckedModule):
     """The constructor and the call that both losses share.
 
     Where pytorch-metric-learning is installed, instances are also instances of its `BaseMetricLossFunction`, because
-    `DistributedLossWrapper` takes no others. Nothing of it is used.
+    `DistributedLossWrapper` takes no others. The base class's code is not used.
     """
 
     def __new__(cls, *arguments: Any, **options: Any) -> "_LabelLoss":
@@ -59,7 +59,7 @@ class _LabelLoss(CheckedModule):
 
     default_reducer: str
     reducers = "MeanReducer", "SumReducer"
-    """Supported ones beside the default."""
+    """Supported reducers besides the default."""
 
     def __init__(
         self,
@@ -310,7 +310,7 @@ class SupConLoss(_LabelLoss):
         return self._reduced(*sup_con_of_listed(query, key, scale, pairs))
 
     def _reduced(self, losses: Tensor, count: Tensor) -> Tensor:
-        """`count`: the positives of each anchor."""
+        """Reduce the losses; `count` is the number of positives of each anchor."""
         if self._reduction == "SumReducer":
             return losses.sum()
         return losses.mean() if self._reduction == "MeanReducer" else losses.sum() / (count > 0).sum().clamp(min=1)

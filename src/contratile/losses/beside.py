@@ -35,7 +35,7 @@ def features_of(options: PairOptions) -> list[Tensor]:
 
 
 def named_models(options: PairOptions) -> list[object]:
-    """What all ranks must agree on."""
+    """The options of the teacher and the guide that all ranks must agree on."""
     found: list[object] = []
     if options.teacher is not None:
         found += ["teacher", options.teacher_weight, options.teacher_temperature, options.return_terms]
@@ -120,7 +120,7 @@ def _check_unused(needed: str, **changed: bool) -> None:
     """Raise a ValueError for the first option that was changed although what it needs is missing."""
     for name, is_changed in changed.items():
         if is_changed:
-            expected = f"{needed.partition('=')[0]}= beside it"
+            expected = f"{needed.partition('=')[0]}= with it"
             bad_value(name, expected=expected, got="none", remedy=f"Pass {needed}, or drop {name}=.")
 
 
@@ -161,7 +161,7 @@ def _check_more(name: str, guide: Tensor | None, of: str, keys: Tensor | None, l
         return
     if guide is None or keys is None:
         missing, there = (name, of) if guide is None else (of, name)
-        bad_value(there, expected=f"{missing}= beside it", got="none", remedy=f"Pass {missing}= too.")
+        bad_value(there, expected=f"{missing}= with it", got="none", remedy=f"Pass {missing}= too.")
     if not isinstance(guide, Tensor) or guide.shape != (*keys.shape[:-1], like.shape[1]):
         expected = f"shape {[*keys.shape[:-1], like.shape[1]]}"
         bad_value(name, expected=expected, got=_shape(guide), remedy=f"Give it one row for each of {of}.")
@@ -177,7 +177,7 @@ def _check_like(name: str, x: Tensor, rows: Tensor) -> None:
         bad_type(name, expected=f"device {rows.device}", got=x.device, remedy=remedy)
     if accumulation_dtype(x.dtype) != accumulation_dtype(rows.dtype):
         expected = "float64" if rows.dtype == torch.float64 else "float32, float16 or bfloat16"
-        bad_type(name, expected=f"{expected} beside {rows.dtype}", got=x.dtype, remedy="Convert it with .to().")
+        bad_type(name, expected=f"{expected} with {rows.dtype}", got=x.dtype, remedy="Convert it with .to().")
     _check_constant(name, x)
 
 

@@ -97,7 +97,7 @@ class Call(NamedTuple):
             check_count("tile", spec.tile, least=1)
         registry.check(spec.backend, next(iter(self.features.values())).device, team.size)
         normalizes = self.options is not None and self.options.normalizes
-        if self.name != "pair_lse" and not normalizes:  # pair_lse makes no claim about what its scores are
+        if self.name != "pair_lse" and not normalizes:  # pair_lse takes any products
             look_once(self.name, tuple(self.features.values()), self.numbers)
 
     def _tensors(self) -> list[object]:
@@ -108,7 +108,7 @@ class Call(NamedTuple):
         return [*self.features.values(), *self.numbers.values(), *more]
 
     def _facts(self, queries: int, keys: int, extra: int) -> Facts:
-        """What the ranks compare."""
+        """What the ranks compare in the handshake."""
         query, options, spec = next(iter(self.features.values())), self.options, self.spec
         more = ["extra_keys", "key_bias", "extra_bias"]
         if options is not None and options.more.share_hard_negatives:  # their gradients travel, too

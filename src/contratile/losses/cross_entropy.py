@@ -37,7 +37,7 @@ from contratile.losses.terms import as_tensor, lifted, lse_above, tally_of, with
 
 
 class Losses(NamedTuple):
-    """One value per pair, in the unit of the statistics, and the batch statistics if they were asked for."""
+    """One value per pair, in the unit of the statistics, and the batch statistics if they were requested."""
 
     per_pair: Tensor
     stats: PairStats
@@ -108,7 +108,7 @@ def cross_entropies(
 
 
 def loss_and_extras(call: Call, losses: Losses, rings: Rings, share: float = 1.0) -> Tensor | tuple[Any, ...]:
-    """The reduced loss, followed by its terms and the statistics if they were asked for."""
+    """The reduced loss, followed by its terms and the statistics if they were requested."""
     per_pair, options = losses.per_pair, call.options
     assert options is not None
     more: list[Any] = []
@@ -126,7 +126,7 @@ def loss_and_extras(call: Call, losses: Losses, rings: Rings, share: float = 1.0
 
 
 def _asked(spec: Spec, options: PairOptions) -> Spec:
-    """The spec with what these options ask of every call."""
+    """The spec with the fields that these options set for every call."""
     more: dict[str, Any] = {}
     if options.margin is not None:
         more["margin"] = float(options.margin)
@@ -170,7 +170,7 @@ def _with_more_keys(
     assert stats.pos is not None
     if rings.extra is not None and any(rings.extra.sizes):
         rows = rows.join(extra_keys(x, stats, options, share(sum(rings.extra.sizes)), rings.extra), stats)
-    elif options.extra_keys is not None:  # none on any rank: keep them in the graph
+    elif options.extra_keys is not None:  # no rank has any: keep the empty tensors in the graph
         rows = rows._replace(above=rows.above + options.extra_keys.to(stats.pos.dtype).sum())
     if rings.hard is not None and options.hard_negatives is not None and options.hard_negatives.shape[1]:
         shared = keys_of(options.hard_negatives)
@@ -194,7 +194,7 @@ def _positives_alone(x: Inputs, spec: Spec, options: PairOptions) -> tuple[PairS
     if x.guide_query is not None and x.guide_key is not None:
         of_guide = own_products(x.guide_query, x.guide_key.index_select(0, x.labels).unsqueeze(1)).squeeze(1)
         stats = stats._replace(guide_level=of_guide)
-    nothing_above = 0 * pos  # with a gradient: there may be no negative yet
+    nothing_above = 0 * pos  # in the graph, as there may be no negatives yet
     tally = Tally(nothing_above, pos, torch.ones_like(pos), torch.zeros_like(pos))
     return stats._replace(pos=pos, level=level), without_positives(tally) if options.several_positives else tally
 

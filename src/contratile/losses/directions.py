@@ -42,7 +42,7 @@ class Directions(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether nothing is asked for beyond InfoNCE."""
+        """Whether all options have their defaults, which are InfoNCE."""
         return self == PLAIN
 
     @property
@@ -63,7 +63,7 @@ class Directions(NamedTuple):
 
     @property
     def hardness(self) -> float:
-        """The strength, 0 if there is no mode."""
+        """The strength; 0 without a mode."""
         return 0.0 if self.hardness_mode is None else float(self.hardness_strength)
 
     @property
@@ -87,7 +87,7 @@ class Directions(NamedTuple):
             bad_type("share_hard_negatives", expected="True or False", got=got, remedy=remedy)
         if self.hardness_strength and self.hardness_mode is None:
             remedy = f"Pass hardness_mode=, one of {', '.join(map(repr, HARDNESS_MODES))}."
-            bad_value("hardness_strength", expected="hardness_mode= beside it", got="none", remedy=remedy)
+            bad_value("hardness_strength", expected="hardness_mode= with it", got="none", remedy=remedy)
 
 
 PLAIN = Directions()

@@ -269,7 +269,7 @@ def info_nce(
     def check() -> None:
         if labels is not None and more.several:
             remedy = "Document i is the positive of query i: reorder the keys, and pass further ones as extra_keys=."
-            bad_value("labels", expected="none beside directions=", got=f"{len(labels)} of them", remedy=remedy)
+            bad_value("labels", expected="none with directions=", got=f"{len(labels)} of them", remedy=remedy)
         if labels is not None:
             check_vector("labels", labels, length=len(query), device=query.device)
             if len(labels) and not torch.compiler.is_compiling():  # the compiled operator checks for itself

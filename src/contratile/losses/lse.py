@@ -52,7 +52,7 @@ def pair_lse(
             places of the nodes) or "auto" ("nodes" if the group has several nodes of equal size).
 
     Returns:
-        (row_lse [N], col_lse [M]), natural logarithm, differentiable. A side that is not asked for is empty.
+        (row_lse [N], col_lse [M]), natural logarithm, differentiable. A side that is not requested is empty.
 
     Raises:
         ValueError: A shape or an option cannot be used.

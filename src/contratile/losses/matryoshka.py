@@ -77,7 +77,7 @@ def check_matryoshka(
             ("matryoshka_normalize=False", not normalize),
         ):
             if given:
-                bad_value(other, expected=f"{name}= beside it", got="none", remedy=f"Pass {name}= too, or drop it.")
+                bad_value(other, expected=f"{name}= with it", got="none", remedy=f"Pass {name}= too, or drop it.")
         return
     remedy = "Pass the numbers of leading features to train, for example (64, 256, 768)."
     if not isinstance(dims, tuple | list) or not all(type(dim) is int for dim in dims):

@@ -103,7 +103,7 @@ class MemoryQueue(nn.Module):
         check_features({"keys": keys}, empty=True)
         check_features({"buffer": self.buffer, "keys": keys.to(self.buffer.dtype)}, empty=True)
         if (ids is not None) != self.with_ids:
-            expected = "ids beside the keys" if self.with_ids else "no ids"
+            expected = "ids with the keys" if self.with_ids else "no ids"
             remedy = "A queue takes ids if and only if it was made with with_ids=True."
             bad_value("ids", expected=expected, got="none" if ids is None else "some", remedy=remedy)
         if ids is not None:

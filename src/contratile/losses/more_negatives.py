@@ -85,10 +85,10 @@ def keys_of(hard: Tensor) -> Tensor:
 def shared_hard_negatives(
     x: Inputs, stats: PairStats, options: PairOptions, spec: Spec, ring: Ring, shared: Tensor
 ) -> Tally:
-    """The tally of all queries against everybody's hard negatives.
+    """The tally of all queries against the hard negatives of all queries.
 
-    One call of the engine. If a query's own hard negatives have another hardness, they are computed apart, and each
-    column of the others takes a call.
+    One call of the engine. If a query's own hard negatives have another hardness, they are computed separately, and
+    each column of the others takes a call.
     """
     hard, ids, bias = options.hard_negatives, options.hard_ids, options.hard_bias
     assert hard is not None

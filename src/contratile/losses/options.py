@@ -66,7 +66,7 @@ class PairOptions(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether nothing is asked for beyond the loss of the features. Types go first: False is no number."""
+        """Whether all options have their defaults. Types are compared first, because False == 0."""
         return tuple(map(type, self)) == _TYPES and self == PLAIN
 
     @property
@@ -81,7 +81,7 @@ class PairOptions(NamedTuple):
 
     @property
     def sums(self) -> bool:
-        """Whether sums of scores are needed beside log-sum-exps."""
+        """Whether sums of scores are needed in addition to log-sum-exps."""
         return self.label_smoothing > 0 or self.return_stats or self.several_positives
 
     @property
@@ -126,7 +126,7 @@ class PairOptions(NamedTuple):
         if self.extra_keys is None or self.ids is None:
             needed = "extra_keys" if self.extra_keys is None else "ids"
             remedy = f"Pass {needed}= too, or drop extra_ids=."
-            bad_value("extra_ids", expected=f"{needed}= beside it", got="none", remedy=remedy)
+            bad_value("extra_ids", expected=f"{needed}= with it", got="none", remedy=remedy)
         check_vector("extra_ids", self.extra_ids, length=len(self.extra_keys), device=query.device)
 
     def _check_margin(self, scale: Tensor | float) -> None:
@@ -158,18 +158,18 @@ class PairOptions(NamedTuple):
             if len(query) != len(key):
                 remedy = "Document i is the positive of query i: pass further documents as extra_keys=."
                 got = f"{len(query)} and {len(key)}"
-                bad_value("query and key", expected="equally many rows beside directions=", got=got, remedy=remedy)
+                bad_value("query and key", expected="equally many rows with directions=", got=got, remedy=remedy)
         if self.more.share_hard_negatives:
             used = {"hard_mask": self.hard_mask is not None, "same_id='positive'": several}
             _refuse_both("share_hard_negatives", used, "Pass them as extra_keys= instead.")
             if self.hard_negatives is None:
                 remedy = "Pass hard_negatives= too, or drop share_hard_negatives=."
-                bad_value("share_hard_negatives", expected="hard_negatives= beside it", got="none", remedy=remedy)
+                bad_value("share_hard_negatives", expected="hard_negatives= with it", got="none", remedy=remedy)
         if self.more.hardness:
             used = {"margin": self.margin is not None, "label_smoothing": smoothing, "same_id='positive'": several}
             used["return_stats with shared hard_ids"] = self.return_stats and self.hard_ids is not None
             used["return_stats with shared hard_ids"] &= self.more.share_hard_negatives
-            remedy = "Hardness weights negatives by their similarity, beside one plain positive. Drop one of the two."
+            remedy = "Hardness weights negatives by their similarity, with one plain positive. Drop one of the two."
             _refuse_both("hardness_strength", used, remedy)
 
     def _check_matryoshka(self, width: int, spec: Spec) -> None:
@@ -218,7 +218,7 @@ class PairOptions(NamedTuple):
             return
         if self.ids is None:
             remedy = "Pass ids= to say which pairs are positive, or drop same_id=."
-            bad_value("same_id='positive'", expected="ids= beside it", got="none", remedy=remedy)
+            bad_value("same_id='positive'", expected="ids= with it", got="none", remedy=remedy)
         for name, given, why in (
             ("margin", self.margin is not None, "A margin is measured from one positive; there may be several."),
             ("label_smoothing", bool(self.label_smoothing), "The target is already shared by several keys."),
@@ -234,7 +234,7 @@ class PairOptions(NamedTuple):
             bad_type("in_batch_negatives", expected="True or False", got=got, remedy="True uses the other keys.")
         if not self.in_batch_negatives and not self.several_sources:
             remedy = "Pass one of them: without any negatives, every loss would be 0."
-            expected = "extra_keys= or hard_negatives= beside it"
+            expected = "extra_keys= or hard_negatives= with it"
             bad_value("in_batch_negatives=False", expected=expected, got="neither", remedy=remedy)
 
     def _check_biases(self, query: Tensor, key: Tensor) -> None:
@@ -248,7 +248,7 @@ class PairOptions(NamedTuple):
                 continue
             if shape is None:
                 remedy = f"Pass {of}= too, or drop {name}=."
-                bad_value(name, expected=f"{of}= beside it", got="none", remedy=remedy)
+                bad_value(name, expected=f"{of}= with it", got="none", remedy=remedy)
             check_bias(name, bias, shape, query.device)
             for other, given in (("label_smoothing", self.label_smoothing), ("same_id", self.several_positives)):
                 if given:
@@ -260,7 +260,7 @@ class PairOptions(NamedTuple):
         if hard is None:
             if self.hard_mask is not None:
                 remedy = "Pass hard_negatives= too, or drop hard_mask=."
-                bad_value("hard_mask", expected="hard_negatives= beside it", got="none", remedy=remedy)
+                bad_value("hard_mask", expected="hard_negatives= with it", got="none", remedy=remedy)
             return
         n, d = query.shape
         if not isinstance(hard, Tensor) or hard.dim() != 3 or hard.shape[0] != n or hard.shape[2] != d:
@@ -289,7 +289,7 @@ class PairOptions(NamedTuple):
         for name, given in (("hard_negatives", hard), ("ids", self.ids)):
             if given is None:
                 remedy = f"Pass {name}= too, or drop hard_ids=."
-                bad_value("hard_ids", expected=f"{name}= beside it", got="none", remedy=remedy)
+                bad_value("hard_ids", expected=f"{name}= with it", got="none", remedy=remedy)
         if self.several_positives:
             remedy = "A query's own hard negatives are never positives. Drop hard_ids=, or use same_id='exclude'."
             bad_value("hard_ids and same_id='positive'", expected="one of them", got="both", remedy=remedy)
@@ -356,7 +356,7 @@ def _check_positive(scale: Tensor | float, beside: str) -> None:
     number = scale.item() if isinstance(scale, Tensor) and _readable(scale) else scale
     if not isinstance(number, Tensor) and not number > 0:
         remedy = f"With a scale of 0 or less, scores do not rank like similarities: drop {beside}=."
-        bad_value("scale", expected=f"a positive number beside {beside}=", got=number, remedy=remedy)
+        bad_value("scale", expected=f"a positive number with {beside}=", got=number, remedy=remedy)
 
 
 def _readable(x: Tensor) -> bool:

@@ -41,7 +41,7 @@ def tally_of(
     Args:
         side: Rows or columns.
         pos: The positives' scores.
-        spared: Positives of the query's own id. Sums over other ids leave them out, so they are added here.
+        spared: Which positives have the query's id. Sums over other ids leave these out, so they are added here.
         plain: The positives' scores without bias.
         own: The positives are among the keys.
     """

@@ -5,8 +5,8 @@
         best.add_(query @ key[first : first + 2048].t(), first)
     best.scores, best.index                    # [N, k], best first; among equal scores the key with the lower number
 
-Few scores of a tile are better than the k best so far, so a tile is reduced to the maxima of groups of columns first,
-and only groups with a maximum above a row's k-th best score are looked at: a fraction of the time of the product.
+Few scores of a tile are better than the k best so far, so a tile is first reduced to the maxima of groups of columns.
+Only groups with a maximum above a row's k-th best score are examined, which takes a fraction of the product's time.
 """
 
 import torch
@@ -36,7 +36,7 @@ class BestKeys:
         ties = first < self._end
         self._end = max(self._end, first + scores.shape[1])
         if scores.shape[1] > self.k and bool((floor == -torch.inf).any()):
-            # Too many scores are better than nothing: at least the k best ones of the tile are better than the rest.
+            # Every score would pass a floor of -inf, as at the start: take the tile's k-th best score instead.
             floor = torch.maximum(floor, scores.topk(self.k, dim=1).values[:, -1])
             ties = True
         rows, cols = _above(scores, floor, ties=ties)

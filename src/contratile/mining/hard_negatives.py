@@ -83,7 +83,7 @@ def mine_hard_negatives(
             keys through all ranks in rank order.
         num_negatives: Negatives per query.
         range_min: Skip this many of the best keys that pass the other rules.
-        range_max: Use only this many of them. It also limits how many of the nearest keys are looked at: `range_max`
+        range_max: Use only this many of them. It also limits how many of the nearest keys are examined: `range_max`
             plus the largest number of positives of a query. None: range_min + num_negatives + that number; with a
             margin or `max_score`, 10 * num_negatives instead of num_negatives.
         absolute_margin: Skip keys with score + absolute_margin > positive score. If a query has several positives, its
@@ -290,7 +290,7 @@ def _facts(query: Tensor, key: Tensor, call: str, extra: int = 0) -> Facts:
 
 
 def _shuffled(seed: int, queries: Tensor, keys: Tensor) -> Tensor:
-    """Random numbers from 0 on for pairs of queries [B, 1] and keys [B, K]: the same for a pair, whatever is around it.
+    """Random numbers from 0 up for pairs of queries [B, 1] and keys [B, K], which depend on the pair alone.
 
     The finalizer of splitmix64, applied to the seed and the numbers one after the other. Products wrap around.
     """

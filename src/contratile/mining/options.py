@@ -1,7 +1,7 @@
 """Options of mining: which of a query's nearest keys are hard negatives, as sentence-transformers defines them.
 
 window = Window.of(Rules(num_negatives=5, relative_margin=0.05), positives=1, keys=1000)
-window.search                                   # nearest keys to look at
+window.search                                   # nearest keys to examine
 """
 
 import math
@@ -59,10 +59,10 @@ class Rules:
 
 
 class Window(NamedTuple):
-    """How many of the nearest keys are looked at, and which of the remaining ones are used."""
+    """How many of the nearest keys are examined, and which of the remaining ones are used."""
 
     search: int
-    """Nearest keys of each query that are looked at, positives included."""
+    """Nearest keys of each query that are examined, positives included."""
 
     end: int
     """Only this many of the keys that pass the rules are used."""
@@ -74,7 +74,7 @@ class Window(NamedTuple):
         Args:
             rules: The rules.
             positives: The largest number of positives of a query.
-            keys: The number of keys: no more of them are looked at.
+            keys: The number of keys, which limits the window.
         """
         end = rules.range_max
         if end is None:

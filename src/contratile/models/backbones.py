@@ -274,4 +274,4 @@ def packaged_model(name: str) -> str:
 
 
 MAKERS: dict[str, Maker] = {"tiny": _tiny, "hf": _hf, "open_clip": _open_clip, "st": _sentence_transformers}
-"""By what stands before the colon in `towers`."""
+"""Makers by the prefix before the colon in `towers`."""

@@ -65,7 +65,7 @@ def need_blocks(model: nn.Module, option: str, *, kind: str) -> Blocks:
         kind: What error messages call the backbone: "image" or "text".
 
     Raises:
-        ValueError: The blocks cannot be told.
+        ValueError: The blocks cannot be identified.
     """
     found = find_blocks(model)
     if found is None:

@@ -28,7 +28,7 @@ from contratile.models.encoding import to_device
 from contratile.models.towers import Tower
 
 CHUNK = 256
-"""Maximum samples at a time: without a backward pass larger chunks are no faster."""
+"""Maximum number of samples at a time: without a backward pass larger chunks are not faster."""
 
 
 def kept_outputs(

@@ -99,7 +99,7 @@ class TowerConfig:
     """Run the encoders through torch.compile."""
 
     keep_outputs: bool = True
-    """Compute the outputs of locked backbones once and keep them. --no-keep-outputs encodes every epoch anew, as
+    """Compute the outputs of locked backbones once and keep them. --no-keep-outputs encodes in every epoch, as
     augmentation needs it."""
 
     def __post_init__(self) -> None:
@@ -182,7 +182,7 @@ class Tower(nn.Module):
             unlock: Last blocks that stay trainable, with all that follows them.
 
         Raises:
-            ValueError: The backbone has fewer blocks, or its blocks cannot be told.
+            ValueError: The backbone has fewer blocks, or its blocks cannot be identified.
         """
         self.locked = not unlock
         trained = {name for name, parameter in self.backbone.named_parameters() if parameter.requires_grad}

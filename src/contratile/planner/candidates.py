@@ -40,10 +40,10 @@ class KernelCost:
     """Stages of its pipeline of copies."""
 
     registers: int
-    """Per thread."""
+    """Registers per thread."""
 
     shared_bytes: int
-    """Of a block."""
+    """Bytes of shared memory per block."""
 
     exp2: float
     """exp2 executed per score."""

@@ -66,7 +66,7 @@ class OperatorClock:
     """Seconds of operators by their shapes.
 
     Args:
-        rates: Of the machine.
+        rates: Rates of the machine.
         flops: Rate of large products in the precision at hand.
         mapped_from: Bytes from which malloc maps new pages for every tensor (glibc: 32 MiB at most).
         sharing: Processes that share the machine's rates.
@@ -82,7 +82,7 @@ class OperatorClock:
             name: The operator's name without its overload.
             args: What it was called with.
             touched: Tensors that it reads or writes.
-            flops: Of products, convolutions and attention; 0 for others.
+            flops: Flops of a product, convolution or attention; 0 for others.
         """
         size = float(sum(x.numel() * x.element_size() for x in touched))
         if name.endswith("_"):  # in place: read and written

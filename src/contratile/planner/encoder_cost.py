@@ -129,7 +129,7 @@ def encoder_cost(
         module: The encoder, called as `module(*inputs)` or `module(**inputs)`. It returns features [rows, D].
         inputs: Example inputs with any number of rows. Only shapes and dtypes are used.
         rows: Two sizes of chunks to count, ascending.
-        precision: Of the encoder: with 16 bits it runs under autocast.
+        precision: Precision of the encoder; with 16 bits it runs under autocast.
         on_cpu: Count the attention of a CPU; otherwise attention with dropout is counted as the fused kernels of GPUs
             do it, without its matrix of weights.
         clock: Estimates the seconds of operators on a CPU.

@@ -15,13 +15,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from contratile.engine.backends.triton_configs import Arch
 from contratile.errors import bad_value
-
-ProductKind = Literal["16-bit", "tf32", "tf32x3", "ieee"]
-"""How features are multiplied: the columns of `triton_configs.TABLE`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +28,9 @@ class Processor:
     """The entry of `triton_configs.TABLE`."""
 
     flops_per_clock: Mapping[str, float]
-    """Dense product flops per clock by kind, with fp32 accumulation (a multiply-add is two flops). `ieee` means CUDA
-    cores on NVIDIA, fp32 matrix instructions on AMD; `tf32x3` is a third of `tf32`. Missing kinds run as `ieee`."""
+    """Dense product flops per clock by kind (`16-bit`, `tf32`, `tf32x3`, `ieee`), with fp32 accumulation. A
+    multiply-add is two flops. `ieee` means CUDA cores on NVIDIA, fp32 matrix instructions on AMD; `tf32x3` is a third
+    of `tf32`. Missing kinds run as `ieee`."""
 
     exp2_per_clock: int
     """Results of exp2 per clock, all lanes: the special function units."""
@@ -121,7 +118,7 @@ class Gpu:
     Fabric, else PCIe."""
 
     link_source: str
-    """Which link that is."""
+    """The link that `link_bandwidth` describes, and where the figure comes from."""
 
     source: str
     """Where the remaining figures come from."""

@@ -34,7 +34,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         product_bytes: Bytes that those operators read and wrote.
         moved: Bytes that all other operators read and wrote, views not counted.
         operators: Operators that read or wrote anything.
-        seconds: Of all operators, as a clock estimates them.
+        seconds: Seconds of all operators, as a clock estimates them.
         grown_seconds: The part of them spent on new pages where the heap grows. A pass without gradients keeps nothing
             and does not grow the heap, so it does not need them.
     """
@@ -54,7 +54,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             return _some_value(args[0])
         found = func(*args, **given)
         made = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
-        if not made:  # a question about a tensor
+        if not made:  # a query about a tensor, not a computation
             return found
         taken = [x for x in tree_leaves((args, given)) if isinstance(x, Tensor)]
         old = {_storage(x) for x in taken}
@@ -92,7 +92,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         _, size = self._alive.pop(key)
         if torch.is_grad_enabled():
             self.holes += size
-        else:  # a backward pass: what surrounded the holes goes, and they with it
+        else:  # a backward pass frees the tensors around the holes, which merge with them
             self.holes *= max(0, self.now - size) / self.now if self.now else 0.0
         self.now -= size
         if self.clock is not None and size < self.clock.mapped_from:

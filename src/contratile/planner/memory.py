@@ -226,7 +226,7 @@ def _second_terms(work: Workload, devices: Devices) -> Sequence[Term]:
     if work.ranks > 1:
         keys = 1 + (work.loss.negatives if work.loss.shared_negatives else 0)
         visiting = 2 * keys * work.share * sides[1].large.feature_bytes / sides[1].large.rows
-        how = "two visiting blocks, beside those of the keys"
+        how = "two visiting blocks, in addition to those of the keys"
         found.append(Term(name=f"{role} ring buffers", bytes=visiting, phases=("loss",), how=how))
     if devices.on_cpu:
         rows = work.loss.views * work.share

@@ -1,4 +1,4 @@
-"""A picture of a plan: the memory of each phase of a step beside the memory available."""
+"""A picture of a plan: the memory of each phase of a step and the memory available."""
 
 from __future__ import annotations
 

@@ -55,13 +55,13 @@ class Plan:
     work: Workload
     devices: Devices
     memory: Memory
-    """Of one device."""
+    """Memory of one device."""
 
     host: Memory
-    """Of a node's host memory."""
+    """Host memory of a node."""
 
     disk: Memory
-    """Of a node's disk."""
+    """Disk space of a node."""
 
     largest: tuple[LargestBatch, ...]
     """The largest batch by method, with this chunk."""
@@ -74,7 +74,7 @@ class Plan:
     """0: unknown."""
 
     steps: int = 0
-    """Of the whole run; 0: unknown."""
+    """Steps of the whole run; 0: unknown."""
 
     change: Change | None = None
     """If the run does not fit: the smallest change that does."""
@@ -153,7 +153,7 @@ def plan(
         chunk: Pairs that go through the encoders at a time; "auto": the best that fits.
         sample_inputs: For modules: an example input of each encoder, of any number of rows; only shapes are used.
         tokens: For towers: tokens of a text; 0: as many as the model takes.
-        precision: Of the encoders.
+        precision: Precision of the encoders.
         fsdp: Shard weights, gradients and optimiser state over the devices.
         offload: Where inputs wait for their second pass.
         optimizer: A class of torch.optim, case ignored, or a function that makes one for a module.

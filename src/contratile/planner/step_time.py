@@ -55,7 +55,7 @@ class Prediction:
 
     @property
     def flops(self) -> float:
-        """Of the four products."""
+        """Flops of the four products."""
         return 4 * 2.0 * self.n * self.n * self.d
 
     @property
@@ -110,7 +110,7 @@ def predict(
         gpu: A GPU or its name.
         n: Pairs.
         d: Features.
-        dtype: Of the features.
+        dtype: Dtype of the features.
         precision: How fp32 features are multiplied: "ieee" (default), "tf32" or "tf32x3".
         costs: Instructions and resources of the kernels: a generation, or candidates for both kernels of this kind. The
             first candidate of each is used. None: today's kernels.

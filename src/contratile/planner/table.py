@@ -36,13 +36,13 @@ def spread(
     """The least and most seconds of a step that the doubtful inputs allow together.
 
     Overlap from 0.5 to 0.9, pipe overlap from 0 to 1, latency from 400 to 900 clocks, the L2 bandwidth 30 % up or down,
-    and products up to 10 % slower. This is no confidence interval: the counts and the model itself may be wrong.
+    and products up to 10 % slower. This is not a confidence interval: the counts and the model itself may be wrong.
 
     Args:
         gpu: A GPU or its name.
         n: Pairs.
         d: Features.
-        dtype: Of the features.
+        dtype: Dtype of the features.
         precision: How fp32 features are multiplied.
         costs: A generation of kernels.
 
@@ -80,7 +80,7 @@ def step_table(
         gpus: GPUs or their names.
         n: Pairs.
         d: Features.
-        dtype: Of the features.
+        dtype: Dtype of the features.
         precision: How fp32 features are multiplied.
         generations: Costs by name.
 

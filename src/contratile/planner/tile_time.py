@@ -17,7 +17,7 @@ keeps blocks out of step. Without asynchronous copies (one stage) loads come on 
 tensor cores issue from the same lanes as the epilogue, so these two never overlap.
 
 `overlap` and `pipe_overlap` were set once, to meet published rates of attention kernels, which are loops of the same
-kind (`tests/planner/test_published.py`). They are not fitted to this library's kernels: nobody has timed those.
+kind (`tests/planner/test_published.py`). They are not fitted to this library's kernels, which have not been timed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Assumptions:
     """Share of the faster pipes' time that the slowest pipe hides, within the epilogue of a tile."""
 
     latency_clocks: int = 600
-    """Of loads from L2 under load, with the barriers around them."""
+    """Latency of loads from a busy L2, including the barriers around them."""
 
     dram_share: float = 0.85
     """Share of the DRAM bandwidth that is reached (gpu-benches measures 0.81 on an H200 to 0.95 on an A100)."""
@@ -60,7 +60,7 @@ class TileWork:
     """What one tile asks of its multiprocessor."""
 
     flops: float
-    """Of its products."""
+    """Flops of its products."""
 
     kind: str = "16-bit"
     """How they are multiplied."""
@@ -87,10 +87,10 @@ class TileWork:
     """Pipeline stages; with 1, copies are not asynchronous."""
 
     bytes_on_the_way: float = math.inf
-    """Asynchronous copies of a block that are under way at once: all stages but the one that is multiplied."""
+    """Asynchronous copies of a block in flight at once: all stages but the one that is multiplied."""
 
     fills: float = 1.0
-    """How often per tile the pipeline of copies starts anew; 0 if it runs on across tiles, as in attention."""
+    """How often per tile the pipeline of copies restarts; 0 if it continues across tiles, as in attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,8 +187,8 @@ def resident_blocks(unit: Processor, *, warps: int, registers: int, shared_bytes
     Args:
         unit: The multiprocessor.
         warps: Warps (waves) of a block.
-        registers: Per thread; they are allocated in steps of 8.
-        shared_bytes: Of a block.
+        registers: Registers per thread; they are allocated in steps of 8.
+        shared_bytes: Shared memory per block.
 
     Returns:
         The least of what registers, shared memory, threads and block slots allow.

@@ -95,7 +95,7 @@ class StepTraffic(NamedTuple):
     processors: int
     workspace: int
     gradient_config: Config | None = None
-    """Of the gradient's tiles, if they are others."""
+    """Configuration of the gradient's tiles, if it differs."""
 
     low: int = 32
     """Rows of a careful tile: `careful_config`."""

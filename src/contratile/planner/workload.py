@@ -157,7 +157,7 @@ class Workload:
 
     @property
     def second_rows(self) -> tuple[tuple[EncoderCost, int], ...]:
-        """The same of the frozen model; none without one."""
+        """Encoders of the frozen model with their rows; empty without such a model."""
         return () if self.second is None else self._rows_of(self.second.sides)
 
     def _rows_of(self, sides: tuple[EncoderCost, EncoderCost]) -> tuple[tuple[EncoderCost, int], ...]:

@@ -3,7 +3,7 @@
     (hits,) = find_hits(corpus, ["battery charging"], features, k=8, among="left")
     hits[0].text, hits[0].score, corpus.picture(hits[0].item)
 
-`contratile search` and `contratile serve` know no more about what they search than this.
+`contratile search` and `contratile serve` use nothing else of what they search.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Corpus(Protocol):
         """Scores and numbers of the k nearest items of a side for each query [Q, D], best first, none twice."""
 
     def hit(self, side: Side, item: int, score: float, query: str) -> Hit:
-        """What is told about an item that was found for a query."""
+        """The facts about an item that was found for a query."""
 
     def has_picture(self, item: int) -> bool:
         """Whether `picture` is worth asking for. It may still be empty."""

@@ -14,7 +14,7 @@ Point = tuple[float, float]
 WIDTH, HEIGHT = 380, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 34, 30
 _MOST = 400
-"""Points of a line at most; more could not be told apart."""
+"""Maximum number of points of a line; more could not be distinguished."""
 
 
 def curve(

@@ -21,7 +21,7 @@ class GalleryCorpus:
 
     Args:
         gallery: What is searched.
-        items: Search only these items of either side, and do not tell training data apart; None means all.
+        items: Search only these items of either side, without marking training data; None means all.
     """
 
     searchable: tuple[Side, ...] = ("left", "right")
@@ -69,7 +69,7 @@ class GalleryCorpus:
         return [list(zip(*each, strict=True)) for each in zip(scores.tolist(), found.tolist(), strict=True)]
 
     def hit(self, side: Side, item: int, score: float, query: str) -> Hit:
-        own: Side = "right" if side == "left" else "left"  # the side that queries are from
+        own: Side = "right" if side == "left" else "left"  # the side that queries come from
         place = self._places[own].get(query)
         match = place is not None and item in self._pairs[own][place]
         split: Split = "training" if self._marks[side][item] else "held out"

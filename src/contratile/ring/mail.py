@@ -57,7 +57,7 @@ class Buffers:
         return like.new_empty(shape) if free is None else free
 
     def reuse(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """A free tensor, if there is one like that."""
+        """A free tensor of the same kind, if there is one."""
         free = self._free.get((shape, dtype))
         return free.pop() if free else None
 
@@ -95,7 +95,7 @@ class Mail(Generic[R]):
         for transfer in self.transfers:
             try:
                 transfer.wait()
-            except RuntimeError:  # the peer is gone; the exception in flight says more
+            except RuntimeError:  # the peer is lost; the exception being raised says more
                 continue
 
 
@@ -114,13 +114,13 @@ class PostOffice:
             record: What leaves.
             hop: Where to, and where from.
             size: Rows of the record that arrives.
-            across: It goes to another node, beside what travels inside.
+            across: It goes to another node, in addition to what travels inside.
         """
         leaving = tuple(x.contiguous() for x in present(record))
         arriving = tuple(self.buffers.take(x, size) for x in leaving)
         try:
             transfers = self.team.post(leaving, arriving, hop, tag=self._tag, across=across)
-        except RuntimeError as error:  # the peer is known to be gone already
+        except RuntimeError as error:  # the peer is already known to be lost
             raise self.team.lost(error, f"to pass a block on (from rank {hop.origin})") from error
         self._tag += len(leaving)
         mail = Mail(self.team, transfers, leaving, _filled(record, arriving), hop.origin)

@@ -4,7 +4,7 @@
     schedule = schedule_for("auto", [Home(fact.node, fact.local) for fact in facts])
 
 A node is known by the name of its host. The environment variable CONTRATILE_NODE overrides the name, for hosts that
-share one and for tests. LOCAL_WORLD_SIZE, which torchrun and accelerate set, shows names that do not tell nodes apart:
+share one and for tests. LOCAL_WORLD_SIZE, which torchrun and accelerate set, shows names that do not identify nodes:
 if more ranks have a name than the launcher started there, two hosts share it (or a host runs two launchers).
 """
 
@@ -39,7 +39,7 @@ def here() -> Home:
     """The node of this process."""
     name = os.environ.get("CONTRATILE_NODE")
     if name:
-        return Home(_short(name), 0)  # the user's word counts, whatever the launcher did
+        return Home(_short(name), 0)  # a name given by the user overrides the launcher
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     return Home(_short(socket.gethostname()), int(local) if local.isdecimal() else 0)
 
@@ -57,7 +57,7 @@ def schedule_for(ring: RingKind, homes: Sequence[Home]) -> Schedule:
         homes: The node of each rank.
 
     Raises:
-        ValueError: "nodes" was asked for, and the nodes are unknown or differ in size.
+        ValueError: `ring` is "nodes", and the nodes are unknown or differ in size.
     """
     flat = Schedule.flat(len(homes))
     if ring == "flat":
@@ -74,7 +74,7 @@ def schedule_for(ring: RingKind, homes: Sequence[Home]) -> Schedule:
             )
             bad_value("ring='nodes'", expected="known nodes with equally many ranks", got=obstacle, remedy=remedy)
         return flat
-    if len(members) == 1 or len(members) == len(homes):  # one node, or one rank on each: nothing to arrange
+    if len(members) == 1 or len(members) == len(homes):  # one node, or one rank on each: a flat ring
         return flat
     return Schedule(tuple(map(tuple, members.values())))
 

@@ -143,7 +143,7 @@ class RingPass(Generic[C, G]):
                 del before
             if onward is not None and round_ < route.rounds - 1:
                 before, entered = entered, onward.wait()
-                if round_:  # the first block is the caller's
+                if round_:  # the first block belongs to the caller
                     buffers.give(present(before))
                 del before, here
         if behind is not None:

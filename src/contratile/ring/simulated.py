@@ -5,7 +5,7 @@
     team.log.sent                      # bytes by link
     team.log.seconds                   # predicted time of the step: measured compute, and transfers that did not hide
 
-All ranks hold the same block. They are then in the same state at every step, so what arrives is what leaves: values and
+All ranks hold the same block, so they are in the same state at every step and receive what they send: values and
 gradients are exactly those of P ranks with equal pairs. Memory and compute are real (the tiles of every visiting block
 are computed, buffers are allocated and filled). Transfers take no time; the log predicts theirs from the links.
 
@@ -67,7 +67,7 @@ class TransferLog:
 
     def restart(self) -> None:
         """Forget everything, and count from now on."""
-        self.__init__(self.inside, self.across)  # type: ignore[misc]  # the fields' defaults, once more
+        self.__init__(self.inside, self.across)  # type: ignore[misc]  # reset the fields to their defaults
         self._mark = time.perf_counter()
 
     def stop(self) -> None:
@@ -91,7 +91,7 @@ class TransferLog:
         return self._free[way]
 
     def resume(self) -> None:
-        """Go on counting: what happened since the last note is not compute."""
+        """Continue counting; the time since the last note is not compute."""
         self._mark = time.perf_counter()
 
     def wait(self, end: float) -> None:
@@ -148,7 +148,7 @@ class SimulatedRank(Team):
     def post(
         self, leaving: Sequence[Tensor], arriving: Sequence[Tensor], hop: Hop, *, tag: int, across: bool
     ) -> list[Transfer]:
-        """Deliver what leaves: the origin sends the same."""
+        """Deliver what this rank sends: the origin sends the same."""
         way = "inside" if self.node(hop.target) == self.node(self.rank) else "across"
         end = self.log.post(way, sum(x.numel() * x.itemsize for x in leaving))
         for x, into in zip(leaving, arriving, strict=True):

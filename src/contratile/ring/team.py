@@ -38,11 +38,11 @@ T = TypeVar("T")
 
 
 class RankLost(RuntimeError):
-    """Another rank died, stalled, or did not take part."""
+    """Raised when another rank died, stalled, or did not take part."""
 
 
 class NoAnswer(RuntimeError):
-    """A call took too long."""
+    """Raised when a call takes too long."""
 
 
 class Transfer(Protocol):
@@ -53,7 +53,7 @@ class Transfer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a rank brings to a call. Only the sizes and the nodes may differ between ranks."""
+    """What a rank reports in the handshake. Only the sizes and the nodes may differ between ranks."""
 
     queries: int
     keys: int
@@ -83,11 +83,11 @@ class Team:
     rank: int
     size: int
     lane: dist.ProcessGroup | None = None
-    """The same ranks once more, for what travels between nodes; None if that uses the same group."""
+    """A second group of the same ranks, for transfers between nodes; None if those use the same group."""
 
     @classmethod
     def of(cls, group: Group) -> Team:
-        """The team of a group. A team is its own: ranks that are not processes, such as those of `simulated.py`."""
+        """The team of a group. A team is returned unchanged, such as the simulated ranks of `simulated.py`."""
         if group is None:
             return ALONE
         if isinstance(group, Team):
@@ -134,7 +134,7 @@ class Team:
             leaving: What the target receives.
             arriving: Where to put what the origin sends, in the same order.
             hop: Target and origin.
-            tag: Of the first tensor; the others have the following ones.
+            tag: Tag of the first tensor; the others get the following numbers.
             across: Use the lane between nodes.
         """
         group = self.lane if across and self.lane is not None else self.group
@@ -184,7 +184,7 @@ class Team:
             store.set(keys[self.rank], header.decode())
             store.wait(keys)
             headers: list[bytes] = store.multi_get(keys)
-            if turn > 1:  # every rank has read the turn before the last one
+            if turn > 1:  # every rank has read the headers of turn - 2
                 store.delete_key(f"contratile/{turn - 2}/{self.rank}")
             return headers
 
@@ -203,7 +203,7 @@ class Team:
     def lost(self, error: BaseException, purpose: str) -> RankLost:
         """The error for a lost rank; names the ranks that did not report a failure, if possible."""
         return RankLost(
-            f"rank {self.rank} of {self.size} waited in vain for {self._absentees()} {purpose}: it died, stalled, or "
+            f"rank {self.rank} of {self.size} gave up waiting for {self._absentees()} {purpose}: it died, stalled, or "
             f"did not call the loss (or its backward), which every rank of the group must. Look for that rank's own "
             f"error, or pass group=None for a loss over one rank's own pairs. "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no text'})"
@@ -228,7 +228,7 @@ class Team:
         except NoAnswer:  # the process that holds the store stalls: rank 0, unless torchrun holds it
             return "another rank, probably rank 0 (the group's store does not answer)"
         except RuntimeError:
-            return "another rank"  # the process that held the store is gone
+            return "another rank"  # the process that held the store has ended
         return f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}" if absent else "another rank"
 
 

@@ -86,7 +86,7 @@ class Finder:
         asked: Side = "left" if searched_side(self.corpus.kinds, self.corpus.searchable) == "right" else "right"
         try:
             return self.corpus.hit(asked, 0, 0.0, "").text
-        except (OSError, ValueError):  # of embedded files; the first search will tell
+        except (OSError, ValueError):  # damaged embedded files: the first search raises
             return ""
 
     def by_text(self, text: str, *, k: int = 24, among: Side | None = None, split: Split = "all") -> list[Group]:

@@ -122,7 +122,7 @@ class Server(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         error = sys.exc_info()[1]
-        if not isinstance(error, OSError):  # clients that went away are no news
+        if not isinstance(error, OSError):  # disconnected clients are not worth a message
             print(f"contratile serve: {type(error).__name__}: {printable(str(error))}", file=sys.stderr)
 
 
@@ -247,7 +247,7 @@ class Handler(BaseHTTPRequestHandler):
             left -= len(data)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What http.server refuses itself: malformed requests and unknown methods."""
+        """Answer what http.server itself refuses: malformed requests and unknown methods."""
         self.request_version = "HTTP/1.0"  # a first line that cannot be read is taken for HTTP/0.9, without a status
         self._json(code, {"error": printable(message or HTTPStatus(code).phrase)})
 

@@ -32,7 +32,7 @@ from contratile.train.state_tree import flatten, restore
 
 FORMAT = "contratile checkpoint 1"
 _STEP = re.compile(r"step-(\d{8,})")
-# Infixes, followed by the writer's process id: a draft or a removal under way; an older checkpoint being replaced.
+# Infixes, followed by the writer's process id: a draft or an unfinished removal; an older checkpoint being replaced.
 _DRAFT, _OLD = ".tmp-", ".old-"
 _ASIDE = "damaged-"
 """Prefix of a damaged checkpoint that was set aside; it is not found under that name."""
@@ -195,7 +195,7 @@ def link_best(run: Path) -> Path | None:
     place = None if found is None else _place(found)
     if place is None:
         if link.is_symlink() and not link.exists():
-            link.unlink()  # its target is gone
+            link.unlink()  # its target does not exist
         return None
     if not (link.exists() and link.samefile(place)):
         for draft in run.glob(f"best{_DRAFT}*"):  # left by killed writers

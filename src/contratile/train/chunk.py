@@ -36,7 +36,7 @@ from contratile.train.random_state import random_state, set_random_state
 from contratile.train.resume import run_of
 
 LARGEST = 4096
-"""Pairs to try at most: larger chunks are no faster."""
+"""Maximum number of pairs to try: larger chunks are not faster."""
 
 SAMPLES = 256
 """Pairs to read for the trials; larger chunks repeat them."""
@@ -198,7 +198,7 @@ def _limit(
 def _held_bytes(
     config: TrainConfig, towers: Towers, blocks: tuple[Nest, Nest], processes: int, second: Towers | None
 ) -> int:
-    """What a step holds beside a chunk: gradients, the optimiser's state, the batch's inputs and features, the loss."""
+    """Bytes that a step holds besides a chunk: gradients, optimiser state, the batch's inputs and features, loss."""
     run, loss = config.run, config.loss
     trained = sum(p.numel() * p.element_size() for p in towers.parameters() if p.requires_grad)
     tiled = tiled_loss_bytes(

@@ -3,7 +3,7 @@
     held = claim(run)        # as long as `held` lives, no other process can claim the folder
 
 The claim is an advisory lock on an open file, so the system releases it when the process ends, however that happens.
-The file is removed only with its folder; who had just opened it sees that it is no longer the folder's. Readers
+The file is removed only with its folder; a process that had just opened it notices that it is no longer there. Readers
 (`eval`, `search`) need no claim, and a process may claim a folder several times.
 """
 
@@ -23,7 +23,7 @@ from contratile.errors import bad_value
 
 LOCK = ".lock"
 ATTEMPTS = 100
-"""How often the folder may vanish under our hands: each time another process has finished with it."""
+"""How often to try again if the folder disappears because another process has just removed it."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 """Errors of file systems without locks, such as some network ones."""
@@ -38,7 +38,7 @@ class Claim:
 
 
 _ours: weakref.WeakValueDictionary[str, Claim] = weakref.WeakValueDictionary()
-"""By folder. As text: at the end of a program paths can no longer be compared."""
+"""Claims of this process by folder. Keys are strings, because paths cannot be compared at interpreter exit."""
 
 
 def claim(run: Path) -> Claim | None:

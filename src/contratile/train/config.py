@@ -145,7 +145,7 @@ class LossConfig:
             bad_value("same_id", expected=f"exclude with --loss {self.loss}", got=self.same_id, remedy=remedy)
         if self.same_id == "positive" and (self.margin is not None or self.label_smoothing):
             remedy = "Both are measured from one positive: drop them, or use --same-id exclude."
-            expected = "no --margin and no --label-smoothing beside it"
+            expected = "no --margin and no --label-smoothing with it"
             bad_value("same_id=positive", expected=expected, got="one of them", remedy=remedy)
         check_second(self)
         self._check_matryoshka()
@@ -294,7 +294,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Zero-shot classification during training, beside retrieval on held-out pairs."""
+    """Zero-shot classification during training, in addition to retrieval on held-out pairs."""
 
     zero_shot: str = ""
     """Data to classify: named as in --data, with class names as texts, or the folder of a CLIP_benchmark data set."""

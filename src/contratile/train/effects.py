@@ -1,4 +1,4 @@
-"""Options that would have no effect: a run refuses them before it starts, so that nobody believes that they had one.
+"""Refuses options that would have no effect, before a run starts, so that they do not mislead.
 
     check_effects(config)
 
@@ -13,7 +13,7 @@ from contratile.train.config import LossConfig, TrainConfig
 
 
 def check_effects(config: TrainConfig) -> None:
-    """Refuse options that have no effect beside the others.
+    """Refuse options that have no effect with the other options.
 
     Raises:
         ValueError: There is such an option; the message names it, and what it needs.

@@ -45,7 +45,7 @@ def retrieval(found: SourceFeatures, ks: Sequence[int] = KS) -> dict[str, float]
 
     Examples:
         >>> found = encode(towers, open_source(config.data, "test"), chunk=256)    # doctest: +SKIP
-        >>> retrieval(found)["text_to_image_R@10"]                                 # doctest: +SKIP
+        >>> retrieval(found)["text_to_image_R@10_pairwise"]                        # doctest: +SKIP
         0.319
     """
     groups = matches(found)
@@ -66,7 +66,7 @@ def chance(found: SourceFeatures, ks: Sequence[int] = KS) -> dict[str, float]:
 
     Examples:
         >>> found = encode(towers, open_source(config.data, "test"), chunk=256)    # doctest: +SKIP
-        >>> chance(found)["text_to_image_R@10"]                                 # doctest: +SKIP
+        >>> chance(found)["text_to_image_R@10_pairwise"]                           # doctest: +SKIP
         0.0069
     """
     groups, n = matches(found), len(found.keys)

@@ -255,7 +255,7 @@ def _check_unicode(text: str, name: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         got = f"the lone surrogate {text[error.start]!r} at character {error.start}"
-        remedy = 'Decode the text rightly, or replace it: text.encode("utf-8", "replace").decode().'
+        remedy = 'Decode the text correctly, or replace it: text.encode("utf-8", "replace").decode().'
         bad_value(name, expected="text that UTF-8 can hold", got=got, remedy=remedy)
 
 

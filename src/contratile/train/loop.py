@@ -148,7 +148,7 @@ class Trainer(PreparedRun):
         metrics |= self.evaluate_zero_shot()
         out = self.config.run.out
         if self.main:
-            rewind(out / METRICS, self.step)  # a longer run may have left lines of steps whose checkpoints are gone
+            rewind(out / METRICS, self.step)  # a longer run may have left lines of steps without checkpoints
         if self.main and not any(entry["step"] == self.step and BEST in entry for entry in history(out)):
             with self._tracker() as tracker:
                 tracker.evaluation(self.step, metrics, self.sides)
@@ -158,7 +158,7 @@ class Trainer(PreparedRun):
         return self._outcome(metrics, held_out)
 
     def _note_best(self, metrics: dict[str, float]) -> bool:
-        """Whether these weights are the best so far: the latest of equal ones. NaN is never better."""
+        """Record whether these weights are the best so far; among equal ones the latest. NaN is never better."""
         better = metrics[BEST] >= self.best
         if better:
             self.best, self.best_step = metrics[BEST], self.step

@@ -1,8 +1,8 @@
 """Whether a run fits into memory, before its first step.
 
-A run is refused only if it cannot fit: its predicted memory exceeds what there is by more than predictions err
-(`MARGIN`). A run that may not fit is told so and starts. Runs that are far from any limit are not counted at all, since
-counting takes a few seconds.
+A run is refused only if it cannot fit: its predicted memory exceeds the available memory by more than the error of
+predictions (`MARGIN`). A run that may not fit starts with a notice. Runs that are far from any limit are not counted,
+since counting takes a few seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MARGIN = 1.3
 """Predicted over available memory above which a run is refused. Predictions are meant to be within a quarter; those of
 docs/plan.md are within 13 %."""
 NEAR = 0.9
-"""Share of the available memory above which a run is told that it may not fit."""
+"""Share of the available memory above which a notice says that a run may not fit."""
 FAR = 0.5
 """Share of the available memory below which a rough bound is enough."""
 BYTES_PER_TOKEN = 0.08

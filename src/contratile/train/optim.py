@@ -242,7 +242,7 @@ def blocks_below_the_top(model: nn.Module) -> dict[str, int]:
     more than there are blocks for the embeddings. timm counts the final norm to the last block.
 
     Raises:
-        ValueError: The blocks of a backbone cannot be told.
+        ValueError: The blocks of a backbone cannot be identified.
     """
     found = {}
     for prefix, tower in model.named_modules():

@@ -69,7 +69,7 @@ def absolute_data(name: str) -> str:
     if is_shards(name) and kind != "pipe":
         return "::".join(_absolute(part, "{}*?[:") if not _ADDRESS.match(part) else part for part in name.split("::"))
     if name not in ("", "icons") and Path(name).is_dir():
-        return f"{_absolute(name)}/"  # the slash says that it is a folder, also once it is gone
+        return f"{_absolute(name)}/"  # the slash marks it as a folder, even if it is removed later
     return name
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from contratile.data.catalog import open_source
 from contratile.data.sample import Indexed, Stream
 from contratile.errors import bad_value
-from contratile.grad_cache.chunks import Nest, tensors_of
+from contratile.grad_cache.chunks import Nest
 from contratile.models.definition import definitions
 from contratile.models.towers import Towers, build_towers
 from contratile.planner.devices import Devices, parse_devices
@@ -184,8 +184,3 @@ def run_devices(config: TrainConfig, world: int) -> Devices:
         bad_value("plan", expected="a CPU or a GPU of CUDA or ROCm", got="another accelerator", remedy=remedy)
     memory = float(torch.cuda.get_device_properties(0).total_memory)
     return parse_devices(f"{counts}x{torch.cuda.get_device_name()}", memory=memory)
-
-
-def bytes_per_pair(inputs: tuple[Nest, Nest]) -> float:
-    """Bytes of the inputs of one pair."""
-    return sum(x.nbytes / len(x) for nest in inputs for x in tensors_of(nest) if x.dim())

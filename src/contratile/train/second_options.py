@@ -51,7 +51,7 @@ def check_second(loss: LossConfig) -> None:
         for option, default in options:
             if not getattr(loss, role) and getattr(loss, option) != default:
                 remedy = f"Pass --{role} too, or drop it."
-                bad_value(option, expected=f"--{role} beside it", got=getattr(loss, option), remedy=remedy)
+                bad_value(option, expected=f"--{role} with it", got=getattr(loss, option), remedy=remedy)
     if loss.second is not None:
         _check_name(*loss.second)
         _check_alone(loss, loss.second.role)

@@ -101,7 +101,7 @@ def negatives_of(config: TrainConfig, source: Source) -> int:
     if traits.negatives_count and loss.hard_negatives == "all" and own_apart:
         remedy = "Shared ones are not told apart by whose they are: pass --hard-negatives own, or --num-negatives 0."
         what = "doc_to_doc" if "doc_to_doc" in loss.directions else f"--hardness-mode {loss.hardness_mode}"
-        bad_value("hard_negatives", expected=f"own beside {what}", got="all", remedy=remedy)
+        bad_value("hard_negatives", expected=f"own with {what}", got="all", remedy=remedy)
     return traits.negatives_count
 
 

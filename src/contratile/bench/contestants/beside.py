@@ -1,4 +1,4 @@
-"""Contestants of losses that take a second opinion: a teacher's softmax (distillation) and a guide's (GIST).
+"""Contestants of losses that use a second, frozen model: a teacher's softmax (distillation) or a guide (GIST).
 
     problem = taught(1024, 256, scale=20.0)
     value = distilled(clip_loss)(*problem.args)
@@ -29,7 +29,7 @@ TEACHER_WIDTH = 1.5
 GUIDED, GUIDE = 8, 4
 """Products of a step of GIST."""
 ALIKE = 8
-"""Pairs that a guide finds alike: what it drops."""
+"""Rows per class of the guided problem; the guide drops many of the other pairs of a row's class."""
 GIST_MINI_BATCH = 32
 """The default of sentence-transformers' cached loss, which takes mini-batch x N x D numbers at once."""
 
@@ -43,7 +43,7 @@ def taught(n: int, d: int, **how: Any) -> LossProblem:
 
 
 def guided(n: int, d: int, **how: Any) -> LossProblem:
-    """Make pairs and a scale, then a guide's features, by which pairs of a class are as similar as those of a row."""
+    """Make pairs and a scale, then features of a guide to which all pairs of a class are about equally similar."""
     args = LossProblem.make(n, d, **how).args
     random = torch.Generator().manual_seed(n + d + 1 + how.get("seed", 0))
     centres = F.normalize(torch.randn(n, d, generator=random), dim=1)[torch.arange(n) % max(1, n // ALIKE)]
@@ -72,7 +72,7 @@ def gist(query: Tensor, key: Tensor, scale: Tensor, *guide: Tensor) -> Tensor:
 
 
 def gist_dense(query: Tensor, key: Tensor, scale: Tensor, *guide: Tensor) -> Tensor:
-    """The same from matrix products of all scores."""
+    """The same loss from matrix products of all scores."""
     of_query, of_key = guide
     limit = (of_query * of_key).sum(1, keepdim=True)
     scores: list[Tensor] = []

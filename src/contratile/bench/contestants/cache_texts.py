@@ -1,4 +1,4 @@
-"""Texts of `contratile bench cache`: random tokens, with lengths as texts have them.
+"""Texts of `contratile bench cache`: random tokens, with the lengths of real texts.
 
 texts = make_texts(512, "wordnet", seed=1)       # {"input_ids": [512, 71], "attention_mask": [512, 71]}
 """

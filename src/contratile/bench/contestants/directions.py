@@ -39,7 +39,7 @@ def gte(loss: LossFunction) -> LossFunction:
 
 
 def gte_hard(loss: LossFunction) -> LossFunction:
-    """The same with a column of hard negatives, shared by all queries."""
+    """The same loss with a column of hard negatives, shared by all queries."""
 
     def call(query: Tensor, key: Tensor, hard: Tensor, scale: Tensor, **how: Any) -> Tensor:
         shared: dict[str, Any] = {"hard_negatives": hard.unsqueeze(1), "share_hard_negatives": True}

@@ -4,8 +4,8 @@
     problem = case.problem(1024, 256, scale=14.3)
     value = case.contestants["lightly"].load()(*problem.args)
 
-Everybody gets the same unit features. Packages that use cosine similarity normalise them again, so they are compared
-with the gradient through that normalisation. A temperature is 1 / scale.
+All contestants get the same unit features. Packages that use cosine similarity normalise them again, so they are
+compared with the gradient through that normalisation. A temperature is 1 / scale.
 """
 
 from collections.abc import Callable

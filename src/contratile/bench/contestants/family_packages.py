@@ -1,4 +1,4 @@
-"""How other packages compute the losses of the family, and the problems that everybody is given.
+"""How other packages compute the losses of the family, and the problems that all contestants get.
 
     problem = labelled_problem(1024, 256, scale=10.0)
     value = metric_learning_sup_con()(*problem.args)     # imports the package; ImportError if it is not installed

@@ -24,7 +24,7 @@ from contratile.bench.harness import quiet as quiet
 
 MINI_BATCH = 1024
 DTYPES = ("float32", "bfloat16", "float16")
-"""Dtypes of features that a benchmark can be asked for."""
+"""Dtypes of features that `--dtype` takes."""
 LossFunction = Callable[..., Tensor]
 """Maps a problem's arguments to a differentiable value."""
 LossStep = Callable[..., Tensor]
@@ -111,7 +111,7 @@ class LossProblem:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A loss and everybody who computes it."""
+    """A loss and the contestants that compute it."""
 
     name: str
     contestants: dict[str, LossContestant]
@@ -128,13 +128,13 @@ class Case:
     """Products of that size in a step that keeps no scores: half as many if the scores are symmetric."""
 
     beside_products: int = 0
-    """The same of another model's features."""
+    """Products of another model's features, likewise."""
 
     beside_width: float = 1.0
     """Features of the other model for each of these."""
 
     def beside_d(self, d: int) -> int:
-        """How many features the other model has; 0 if there is none."""
+        """Number of features of the other model; 0 if there is none."""
         return int(self.beside_width * d) if self.beside_products else 0
 
 

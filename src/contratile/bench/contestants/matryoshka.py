@@ -28,7 +28,7 @@ def nested(loss: LossFunction) -> LossFunction:
 
 
 def looped(loss: LossFunction) -> LossFunction:
-    """The same with a call for each dimension."""
+    """The same loss with a call for each dimension."""
 
     def summed(query: Tensor, key: Tensor, scale: Tensor, **how: Any) -> Tensor:
         cut = ((F.normalize(x[:, :dim], dim=1) for x in (query, key)) for dim in widths(query.shape[1]))

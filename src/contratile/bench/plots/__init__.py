@@ -1,11 +1,11 @@
 """Plots of recorded rows.
 
-    memory_png, time_png = draw(load(Path("bench-loss/loss.json")), Path("bench-loss"))
-    (family_png,) = draw(load(Path("bench-family/family.json")), Path("bench-family"))
-    (ring_png,) = draw(load(Path("bench-ring/ring.json")), Path("bench-ring"))
-    (cache_png,) = draw(load(Path("bench-cache/cache.json")), Path("bench-cache"))
-    (data_png,) = draw(load(Path("bench-data/data.json")), Path("bench-data"))
-    (plan_png,) = draw(load(Path("bench-plan/plan.json")), Path("bench-plan"))
+    memory_png, time_png = draw(load_rows(Path("bench-loss/loss.json")), Path("bench-loss"))
+    (family_png,) = draw(load_rows(Path("bench-family/family.json")), Path("bench-family"))
+    (ring_png,) = draw(load_rows(Path("bench-ring/ring.json")), Path("bench-ring"))
+    (cache_png,) = draw(load_rows(Path("bench-cache/cache.json")), Path("bench-cache"))
+    (data_png,) = draw(load_rows(Path("bench-data/data.json")), Path("bench-data"))
+    (plan_png,) = draw(load_rows(Path("bench-plan/plan.json")), Path("bench-plan"))
 
 Every marker is a measurement. Lines that were not measured are dashed, and their label says so.
 """

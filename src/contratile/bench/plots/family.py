@@ -59,7 +59,7 @@ def draw_family(recording: Recording[FamilyRow], folder: Path) -> tuple[Path, ..
 
 
 def _family_lines(rows: Sequence[FamilyRow]) -> list[tuple[str, str | None]]:
-    """The lines of the figure: (loss, None) as a heading, then (loss, contestant) for everybody who was measured."""
+    """The lines of the figure: (loss, None) as a heading, then (loss, contestant) for each measured contestant."""
     lines: dict[tuple[str, str | None], None] = {}
     for row in rows:
         if row.seconds_best or row.peak_extra_mib is not None:

@@ -1,4 +1,4 @@
-"""What a tiled backend is given and gives back: the scores of this rank's queries with one visiting block of keys.
+"""The inputs and results of a tiled backend: the scores of this rank's queries with one visiting block of keys.
 
     rows, cols = backend.forward(scores, spec, pos)      # statistics, ready to be merged with other blocks'
     backend.backward(scores, spec, given, into)                  # adds the block's share to the gradients
@@ -66,7 +66,7 @@ class Scores(NamedTuple):
     """[M] is added to the scores of each column, but not to the sums of scores."""
 
     folded: bool = True
-    """Multiply alpha into the queries. Otherwise it is multiplied into each tile, after products were compared."""
+    """Multiply the queries by alpha. Otherwise each tile is multiplied by it, after products were compared."""
 
     prefixes: Prefixes = WHOLE
     """Which prefixes of the features have scores of their own; only all features, as a rule."""
@@ -165,7 +165,7 @@ class Gradients(NamedTuple):
     dalpha: Tensor | None
     dbias: Tensor | None
     once: bool = False
-    """Nothing else adds to `dq`: it is overwritten and need not be initialised."""
+    """Only this block writes to `dq`: it is overwritten and need not be initialised."""
 
     dcol_bias: Tensor | None = None
     """[M], zero-initialised."""

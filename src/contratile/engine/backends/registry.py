@@ -56,7 +56,7 @@ def choose(x: Inputs, spec: Spec) -> Tiles:
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether kernels may be there for a tensor: on CUDA and ROCm."""
+    """Whether a tensor is on a device that kernels may support: CUDA or ROCm."""
     return x.is_cuda
 
 

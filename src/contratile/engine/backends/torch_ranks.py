@@ -15,7 +15,7 @@ from contratile.engine.stats import SideParts, part
 
 
 class Beaten:
-    """Per row (or column): the positive's product, and how many products are higher and, if asked for, equal."""
+    """Per row (or column): the positive's product, the number of higher products and, with `ties`, of equal ones."""
 
     def __init__(self, level: Tensor, *, ties: bool) -> None:
         self.level = level

@@ -179,7 +179,7 @@ class LseReader:
         if totals:
             low, high = torch.cat(totals).aminmax()
             least, most = SUMS[s_RC.dtype]
-            if not (least <= low.item() and high.item() <= most):  # a NaN is neither
+            if not (least <= low.item() and high.item() <= most):  # False for NaN
                 return False
         for (dim, side, index), total in zip(sides, totals, strict=True):
             side.add_(index, total)
@@ -190,7 +190,7 @@ class LseReader:
         return [e_RC.sum(dim) for dim, _, _ in sides]
 
     def seen(self, e_RC: Tensor, dim: int, side: Sums, index: slice, level: Tensor | None) -> None:
-        """Hook for subclasses: these exponentials were just added to a side, at a level or at the shared shift."""
+        """Hook for subclasses: called after exponentials were added to a side, at a level or at the shared shift."""
 
     def _below(self, limit: Tensor, s_RC: Tensor, out: Tensor, tile: Tile) -> Tensor:
         """The scores of the positives and of all pairs within a limit."""
@@ -210,7 +210,7 @@ class LseSide:
     """Log-sum-exps of the rows (or columns), and their gradients."""
 
     def __init__(self, lse2: Tensor, grad: Tensor, limit: Tensor | None = None) -> None:
-        """No log-sum-exp may be -inf: -inf - (-inf) would be NaN."""
+        """No log-sum-exp may be -inf, because -inf - (-inf) is NaN."""
         self.lse2, self.grad, self.limit = lse2, grad, limit
         self._bounds: dict[tuple[int, int], tuple[float, float]] = {}
         self._weights: tuple[float, Tensor] | None = None

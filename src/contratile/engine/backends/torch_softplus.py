@@ -17,7 +17,7 @@ from contratile.engine.stats import SideParts, part
 
 
 class SoftplusReader:
-    """Sums of softplus(s) over rows and, if asked for, columns. A positive counts with the opposite sign."""
+    """Sums of softplus(s) over rows and, if `col` is given, columns. A positive counts with the opposite sign."""
 
     def __init__(self, rule: PairRule, row: Tensor, col: Tensor | None) -> None:
         """Adds to `row` and `col`."""

@@ -28,7 +28,7 @@ def _left_out(scores: Scores, spec: Spec) -> LeftOut:
     """The rows that sums leave out: a row itself if a set is compared with itself, and labelled positives."""
     rule = scores.rule
     if rule.exclude_self:
-        assert len(scores.q) == len(scores.key), "a row's self is a row of the other side"
+        assert len(scores.q) == len(scores.key), "queries and keys must be the same rows"
         each = torch.arange(len(scores.q), device=scores.q.device)
         return LeftOut(each, each)
     if spec.sums != "same" or rule.labels is None:
@@ -38,7 +38,7 @@ def _left_out(scores: Scores, spec: Spec) -> LeftOut:
 
 
 def with_class_sums(rows: SideParts, cols: SideParts, scores: Scores, spec: Spec) -> tuple[SideParts, SideParts]:
-    """Add sums and counts to the parts of the sides that are asked for."""
+    """Add sums and counts to the parts of the sides that the spec asks for."""
     own, other = _classes(scores, spec)
     out = _left_out(scores, spec)
     assert not spec.sums_cols or out.row is None or out.col is not None, "labels name one query per key"

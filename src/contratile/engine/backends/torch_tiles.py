@@ -111,7 +111,7 @@ def _biased(scores: Scores, x_RC: Tensor, tile: Tile, *, out: Tensor) -> Tensor:
 
 
 def score_positives_(scores: Scores, products: Tensor) -> None:
-    """Turn the positives' products, not folded, into scores, in place: as `score_` does with a tile."""
+    """Turn the positives' products into scores, in place, as `score_` does with a tile. Alpha is not in them yet."""
     products.mul_(scores.alpha.abs())
     if scores.bias is not None:
         products.add_(scores.bias)
@@ -320,7 +320,7 @@ def _add_norm_sums(w_RC: Tensor, p_RC: Tensor, spare_RC: Tensor, tile: Tile, pre
         into.dcol_norm[tile.cols, prefix] += spare_RC.sum(0)
 
 
-# --- what the loops use -------------------------------------------------------------------------------------------
+# --- helpers of the loops -------------------------------------------------------------------------------------------
 
 
 def _weights(scores: Scores, spec: Spec, given: Given) -> Weights:

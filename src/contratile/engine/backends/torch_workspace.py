@@ -51,7 +51,7 @@ class Workspace:
     def query_grad(self, rows: slice) -> Tensor:
         """A buffer for the gradient of a block of queries."""
         if self._query_grad is None:
-            make = torch.empty_like if self._plan.prefixes == 0 else torch.zeros_like  # no prefix may have all features
+            make = torch.empty_like if self._plan.prefixes == 0 else torch.zeros_like  # prefixes may not cover all
             self._query_grad = make(self._query)
         return part(self._query_grad, slice(0, rows.stop - rows.start))
 

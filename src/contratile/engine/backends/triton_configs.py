@@ -137,7 +137,7 @@ def config_for(
     elif uneven:
         config = config._replace(m=min(128, config.m) // 2, n=config.n // 2, d=config.d // 2)
     elif height <= 64 and kind == "ieee":
-        limit = 255 if isinstance(arch, int) else 256  # without it the assembler spills where registers are left
+        limit = 255 if isinstance(arch, int) else 256  # without a limit the assembler spills early
         config = config._replace(m=config.m // 2, n=config.n // 2, d=config.d // 2, registers=limit)
     elif height <= 64 and kind == "tf32x3":
         config = config._replace(d=config.d // 2)

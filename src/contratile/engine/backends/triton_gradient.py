@@ -53,7 +53,7 @@ def whole_sum(
 
 @triton.jit(do_not_specialize=["N"])
 def side_weights(lse, grad, shift, weight, far, N, BLOCK: tl.constexpr):
-    """A block of rows, or of columns."""
+    """The weights of a block of rows, or of columns."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     common = tl.load(shift)
     above = common - tl.load(lse + at, mask=at < N, other=0.0)
@@ -244,7 +244,7 @@ def gradient_tiles(
             if col_limit is not None:
                 share = tl.where(dots <= tl.load(col_limit + at_col)[None, :], share, 0.0)
             g += share
-    if CAREFUL:  # also where a tiny scale, or a log-sum-exp of nothing, brings excluded scores near
+    if CAREFUL:  # a tiny scale, or an empty log-sum-exp, could give excluded pairs a weight
         g = tl.where(dots == LOWEST, 0.0, g)
     if sums is not None:
         weighed = whole_sum(g * dots, DOWN, PAIR, ACROSS, BLOCK_M, BLOCK_N)

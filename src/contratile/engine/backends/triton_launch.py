@@ -132,7 +132,7 @@ class KernelCall:
             return self._config("forward")
         config = self._config("gradient")
         plain = self.spec.sums in ("", "differ", "same") and not self.spec.cache_bytes
-        if self.spec.hardness and self.device.arch == 90:  # two exponentials of a tile: half of the registers spill
+        if self.spec.hardness and self.device.arch == 90:  # two exponentials per tile: 128 registers spill
             plain = False
         return config if plain else config._replace(registers=256)
 
@@ -150,7 +150,7 @@ class KernelCall:
         return next((config for config in known if config == found), None)
 
     def _height(self, kernel: Kernel) -> int:
-        """How high a tile may be: the more is kept of it in registers, the lower."""
+        """Height of a tile: the more of it is kept in registers, the lower."""
         spec, arch, kind = self.spec, self.device.arch, self.kind
         if spec.reduce == "softplus" or spec.sums == "equal":
             return 64
@@ -247,7 +247,7 @@ class KernelCall:
         return {"DOWN": fold.down, "PAIR": fold.pair, **({"ACROSS": fold.across} if across else {})}
 
     def fast(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of the fast launch. Products are not negated for a negative alpha there; their bars are.
+        """The arguments of the fast launch. For a negative alpha the bars (positives' products) are negated, not tiles:
 
         -p > bar means p < -bar, that is: p is not above the number just below -bar.
         """
@@ -260,7 +260,7 @@ class KernelCall:
         }
 
     def careful(self, arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The arguments of the careful launches: log-sum-exps and other statistics apart, to keep registers free."""
+        """The arguments of the careful launches: log-sum-exps first, then other statistics, to save registers."""
         ranks, sums = (
             [f"{side}_{name}" for side in ("row", "col") for name in names]
             for names in (("higher", "equal"), ("sums", "counts"))
@@ -272,7 +272,7 @@ class KernelCall:
         arguments |= {"BLOCK_M": config.m, "BLOCK_D": config.d}
         yield arguments | dict.fromkeys(other) | {"SUMS": ""}
         rest = arguments | dict.fromkeys(totals) | {"cache": None}
-        if arguments["MORE"] and self.spec.ranks:  # masks of positives by id leave room for one of them
+        if arguments["MORE"] and self.spec.ranks:  # masks of positives leave registers for one kind
             yield rest | dict.fromkeys(sums) | {"SUMS": ""}
             rest |= dict.fromkeys(ranks)
         if any(rest[name] is not None for name in other):
@@ -293,7 +293,7 @@ class KernelCall:
             arguments["col_limit"] = arguments["row_limit"]
         arguments |= dict.fromkeys(("shift", "row_weight", "col_weight", "row_far", "col_far"))
         if row is not None and col is not None and row.lse is not None and col.lse is not None:
-            if not self.spec.filters and not self.spec.hardness:  # else the sides read different scores
+            if not self.spec.filters and not self.spec.hardness:  # with them the sides differ in scores
                 arguments |= _shared(row.lse, col.lse, config)
         arguments |= {"CAREFUL": False, "RISING": self.spec.filters, "TILE_M": config.m}
         return arguments | self._fold(config, across=True)

@@ -281,7 +281,7 @@ class Chunks:
             weight = weight * torch.where(labels[labels] == torch.arange(self.n, device=labels.device), 0.5, 1.0)
         dots = pos / call.alpha
         if call.bias is not None or call.scores.col_bias is not None:
-            # A product cannot be told from a score that a bias has rounded.
+            # The product cannot be recovered from a score that a bias has rounded.
             positive_launch(call, dots).run()
             dots = dots * torch.where(call.alpha < 0, -1.0, 1.0)
         self.sums += torch.stack([(weight * dots).sum(), weight.sum()])

@@ -40,7 +40,7 @@ class CachedMultipleNegativesRankingLoss(MiniBatches, MultipleNegativesRankingLo
         show_progress_bar: Draw a progress bar (needs rich).
         offload: Where tokenized mini-batches are kept until the second pass: "none", "host" or "disk".
         lengths: "auto" sorts the texts of all columns by length, so that mini-batches have hardly any padding; "off"
-            cuts them as the package does, so that dropout draws what it draws there. See `contratile.ByLength`.
+            cuts them as the package does, so that dropout draws the same masks. See `contratile.ByLength`.
         keep_graphs: Mini-batches that are encoded only once, for more memory: a number, or "auto" for as many as fit.
         memory_limit: Bytes that a mini-batch and kept graphs may take with "auto".
 

@@ -34,7 +34,7 @@ def duplicate_ids(columns: list[dict[str, Tensor]], *, everywhere: bool) -> Dupl
     hashes = [text_hashes(features) for features in columns]
     sizes = [len(x) for x in hashes]
     if len(set(sizes)) > 1:
-        remedy = "Each anchor needs its own documents beside exclude_duplicates=."
+        remedy = "With exclude_duplicates= each anchor needs its own documents."
         bad_value("exclude_duplicates", expected="columns of one length", got=sizes, remedy=remedy)
     texts = torch.stack(hashes, 1)
     team = Team.of("auto" if everywhere else None)

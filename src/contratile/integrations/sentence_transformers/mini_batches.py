@@ -101,7 +101,7 @@ class MiniBatches:
     def _cache(self, whole: bool) -> GradCache:
         """The cache for whole columns, which it sorts and cuts, or for mini-batches that are already cut.
 
-        It is kept until an option is set: what it found about the model in the first step is still true.
+        It is kept until an option is set, because its findings about the model in the first step remain valid.
         """
         sizes, kept = (self.mini_batch_size, self.mini_batch_num_tokens), (self.keep_graphs, self.memory_limit)
         options = (self.model, *sizes, self.lengths, *kept, self.offload, self.show_progress_bar)
@@ -124,7 +124,7 @@ class MiniBatches:
 
     @property
     def padding(self) -> Padding:
-        """Tokens of the last step: real ones, encoded ones, and as they came."""
+        """Tokens of the last step: real, encoded, and as given."""
         return self._caches[True][1].padding if True in self._caches else Padding()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def to_sentence_transformers(towers: Towers, folder: Path) -> Exported:
     modules = [*known.children(), *_head(towers, package)]
     if type(modules[-1]).__name__ != "Normalize":
         modules.append(_module(package, "Normalize")())
-    # Made anew, without the prompts of the pretrained model: training did not use them.
+    # A new one, without the prompts of the pretrained model: training did not use them.
     made = package.SentenceTransformer(modules=modules, device="cpu", similarity_fn_name="cosine")
     made.save(str(folder), create_model_card=False, safe_serialization=True)
 
