@@ -247,7 +247,7 @@ def test_options_of_one_rank_are_told(which: str, told: str) -> None:
 
 def gradient_of_one_rank(name: str) -> str:
     q, k, hard = randn(4, D, seed=0), randn(4, D, seed=1), randn(4, 2, D, seed=2)
-    of_hard = {"hard_negatives": hard, "hard_bias": torch.zeros(4, 2)}
+    of_hard: dict[str, Any] = {"hard_negatives": hard, "hard_bias": torch.zeros(4, 2)}
     of_hard[name].requires_grad_(dist.get_rank() == 1)
     ct.info_nce(q.requires_grad_(), k, **of_hard).backward()  # each rank's own: nothing of them travels
     with pytest.raises(ValueError, match="expected the same on every rank") as error:

@@ -213,11 +213,11 @@ class PairStats(NamedTuple):
         return nats if self.unit == 1 else nats / self.unit
 
     def logaddexp(self, a: Tensor, b: Tensor) -> Tensor:
-        """log(exp(a) + exp(b)) in these units; b may be -inf."""
         if self.unit != 1:
             return torch.logaddexp2(a, b)
         # Second derivatives too are finite: those of torch.logaddexp overflow, and those of -inf are NaN.
-        return a - F.logsigmoid(a - b.clamp(min=torch.finfo(b.dtype).min / 2))
+        a, b = (x.clamp(min=torch.finfo(x.dtype).min / 2) for x in (a, b))
+        return torch.where(a > b, a - F.logsigmoid(a - b), b - F.logsigmoid(b - a))
 
     def logsumexp(self, logits: Tensor, dim: int) -> Tensor:
         return (logits * self.unit).logsumexp(dim) / self.unit
