@@ -69,9 +69,18 @@ def test_snippets_run(page: str) -> None:
 
 def test_snippets_of_the_gradient_cache_run(tmp_path: Path) -> None:
     given = names()
-    first, kept, offload, loop = snippets("grad_cache.md")
+    first, taught, hard, kept, offload, loop = snippets("grad_cache.md")
     exec(first, given)
     assert given["log_scale"].grad is not None
+    given |= {"ids": torch.arange(20) // 2, "teacher_image": nn.Linear(8, 5), "teacher_text": nn.Linear(8, 5)}
+    exec(taught, given)
+    encoder, rows = nn.Linear(8, 4), [torch.randn(count, 8) for count in (20, 20, 60)]
+    exec(hard, given | {"encoder": encoder} | dict(zip(("queries", "documents", "negatives"), rows, strict=True)))
+    assert encoder.weight.grad is not None
+    cached = encoder.weight.grad.clone()
+    query, key, negative = (encoder(x) for x in rows)
+    ct.info_nce(query, key, 20.0, hard_negatives=negative.view(20, 3, 4)).backward()
+    torch.testing.assert_close(encoder.weight.grad, 2 * cached)
     exec(kept, given)
     given["loss"] = ct.ClipLoss()
     exec(offload.replace("/scratch", str(tmp_path)), given)

@@ -38,6 +38,7 @@ ct_: Any = ct  # calls that type checkers refuse, too
         (lambda: ct_.info_nce(X, Y, negative_keys=Y), "info_nce calls it extra_keys=."),
         (lambda: ct_.clip_loss(X, Y, normalize=True), "pass torch.nn.functional.normalize(x, dim=1)"),
         (lambda: ct_.clip_loss(X, Y, label_smothing=0.1), "Did you mean label_smoothing=?"),
+        (lambda: ct_.clip_loss(X, Y, in_batch_negatives=False), "info_nce has it, with labels=None"),
         (lambda: ct_.clip_loss(X, Y, colour=1), "Drop it."),
         (lambda: ct_.ClipLoss(temperature=0.07), "The call of the module has logit_scale=, the inverse"),
         (lambda: ct_.ClipLoss(scale=3.0), "The call of the module calls it logit_scale=."),

@@ -40,7 +40,10 @@ _SAME = (
 
 _RANKS = "group='auto', the default, uses all ranks of the process group; group=None uses this process alone."
 _OPEN_CLIP = "contratile.integrations.open_clip has the losses with open_clip's options."
-_BATCH = "directions", "partition_mode", "hardness_mode", "hardness_strength", "share_hard_negatives", "hard_ids"
+_BATCH = (
+    *("directions", "partition_mode", "hardness_mode", "hardness_strength"),
+    *("in_batch_negatives", "share_hard_negatives", "hard_ids"),
+)
 _INFO_NCE = "info_nce has it, with labels=None: pass the images as queries and the texts as keys."
 _NOTES = {
     **dict.fromkeys(_BATCH, _INFO_NCE),

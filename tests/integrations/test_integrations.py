@@ -856,6 +856,12 @@ def test_metric_learning_refusals() -> None:
                 kind(**options)
             with pytest.raises(ValueError, match=f"{name}: expected the default"):
                 setattr(kind(), name, options[name])  # as later as well
+        with pytest.raises(ValueError, match=r"DotProductSimilarity\(\) with p=2 and power=1, got CosineSimilarity"):
+            kind(distance=distances.CosineSimilarity(power=2))
+        with pytest.raises(
+            ValueError, match=r"reducer: expected the default, (AvgNonZeroReducer\(\) or )?MeanReducer\(\) or Sum"
+        ):
+            kind(reducer=reducers.PerAnchorReducer())
         loss: Any = kind()
         with pytest.raises(ValueError, match="temperature: expected a positive number, got 0"):
             loss.temperature = 0.0

@@ -277,6 +277,12 @@ def test_attributes_are_theirs(theirs: ModuleType, name: str) -> None:
         assert {x: card[x] for x in want.get_config_dict()} == want.get_config_dict()
 
 
+def test_a_hardness_of_strength_zero_warns() -> None:
+    for name in ("MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss"):
+        with pytest.warns(UserWarning, match="hardness_mode has no effect, because hardness_strength is 0"):
+            getattr(losses, name)(Words(), hardness_mode="all_negatives")
+
+
 @pytest.mark.peers
 def test_the_model_may_choose_again(theirs: ModuleType) -> None:
     model, texts = Scored(), texts_of(2, 12)

@@ -261,7 +261,7 @@ IDS = torch.arange(6)
                 "hard_negatives": X.unsqueeze(1),
                 "hard_mask": torch.ones(6, 1, dtype=torch.bool),
             },
-            "share_hard_negatives and hard_mask: .*extra_keys=",
+            r"share_hard_negatives and hard_mask: .*extra_keys= instead: hard_negatives\[hard_mask\]",
         ),
         (
             {"hardness_mode": "all_negatives", "hardness_strength": torch.inf},

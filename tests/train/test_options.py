@@ -12,6 +12,7 @@ from contratile.train import preparation
 from contratile.train.config_file import CONFIG, load_config
 from contratile.train.effects import check_effects
 from contratile.train.loop import Trainer
+from contratile.train.planning import plan_run
 from tests.torchvision_repair import repair_torchvision
 from tests.train.runs import clip_folder, losses, sentence_folder, shapes, small, texts, weights
 
@@ -75,6 +76,22 @@ def test_fp16_wants_an_accelerator(table: Path, tmp_path: Path) -> None:
 def test_options_without_effect_are_refused(options: dict[str, Any], told: str, table: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=told):
         Trainer(small(table, tmp_path / "run", **options))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"matryoshka_dims": (8, 64)}, "matryoshka_dims: expected at most the 32 features of the model"),
+        ({"matryoshka_dims": (8, 64), "head": "linear", "dim": 48}, "expected at most the 48 features"),
+        ({"loss": "infonce", "hardness_mode": "all_negatives"}, "hardness_mode: expected --hardness-strength above 0"),
+    ],
+)
+def test_a_plan_refuses_what_a_run_refuses(options: dict[str, Any], told: str, table: Path, tmp_path: Path) -> None:
+    config = small(table, tmp_path / "run", **options)
+    for refused in (Trainer, plan_run):
+        with pytest.raises(ValueError, match=told):
+            refused(config)
     assert not (tmp_path / "run").exists()
 
 

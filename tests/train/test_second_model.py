@@ -25,7 +25,7 @@ from contratile.planner.loss_memory import tiled_loss_bytes
 from contratile.planner.memory import buffer_rows
 from contratile.report.tracking import history
 from contratile.train import checkpoint
-from contratile.train.config import TrainConfig
+from contratile.train.config import LossConfig, TrainConfig
 from contratile.train.config_file import load_config, save_config
 from contratile.train.header import header
 from contratile.train.load import load_run
@@ -370,6 +370,17 @@ def test_a_run_goes_on_exactly_also_with_moved_folders(
     assert losses(tmp_path / "moved") == losses(tmp_path / "whole")
     mine, theirs = weights(tmp_path / "moved"), weights(tmp_path / "whole")
     assert all(torch.equal(mine[name], x) for name, x in theirs.items())
+
+
+def test_a_forgotten_option_of_the_loss_is_told(table: Path, first: Path, tmp_path: Path) -> None:
+    config = small(table, tmp_path / "run", teacher=str(first), teacher_weight=0.5, steps=1)
+    Trainer(config).run()
+    longer = replace(config, run=replace(config.run, steps=2))
+    assert not Trainer(longer).notices
+    assert not Trainer(replace(longer, loss=replace(longer.loss, backend="dense"))).notices
+    (notice,) = Trainer(replace(longer, loss=LossConfig(margin=0.2))).notices
+    told = f"margin was None, is 0.2; teacher was '{first}', is ''; teacher_weight was 0.5, is 1.0"
+    assert notice == f"the loss changes at this step: {told}"
 
 
 def test_other_weights_under_its_name_are_told(table: Path, tmp_path: Path) -> None:

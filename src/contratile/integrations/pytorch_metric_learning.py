@@ -85,10 +85,12 @@ class _LabelLoss(CheckedModule):
         elif name == "distance":
             products = _is(value, "CosineSimilarity") or _is(value, "DotProductSimilarity")
             known = value is None or (products and value.p == 2 and value.power == 1)
-            self._refuse(name, value, "CosineSimilarity(), or DotProductSimilarity()", known=known)
+            accepted = "CosineSimilarity(), or DotProductSimilarity()" + " with p=2 and power=1" * products
+            self._refuse(name, value, accepted, known=known)
         elif name == "reducer":
-            known = value is None or any(_is(value, reducer) for reducer in (self.default_reducer, *self.reducers))
-            self._refuse(name, value, f"{self.default_reducer}(), MeanReducer() or SumReducer()", known=known)
+            reducers = dict.fromkeys((self.default_reducer, *self.reducers))
+            known = value is None or any(_is(value, reducer) for reducer in reducers)
+            self._refuse(name, value, " or ".join(f"{reducer}()" for reducer in reducers), known=known)
         elif name == "embedding_regularizer":
             self._refuse(name, value, "None", known=value is None)
         elif name == "collect_stats":

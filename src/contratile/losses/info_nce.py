@@ -145,7 +145,7 @@ def info_nce(
         hard_mask: [N, H] bool, False where a hard negative is padding.
         key_bias: [M] numbers added to the scaled scores of each key, with a gradient if they need one. -log q, where q
             is how often a key occurs in batches, corrects for that (logQ). A negative with a bias of -inf is left
-            out. Statistics and margins go by similarities, without biases.
+            out; a positive's has to be finite. Statistics and margins go by similarities, without biases.
         extra_bias: [E] the same for the extra keys.
         hard_bias: [N, H] the same for the hard negatives.
         margin: Drop negatives more similar than the positive minus this margin (before the scale): they are probably
@@ -189,7 +189,8 @@ def info_nce(
         hardness_mode: Negatives whose scores are raised by `hardness_strength` times their similarity, without a
             gradient: "in_batch_negatives" (keys and hard negatives of other queries, extra keys), "hard_negatives"
             (the query's own) or "all_negatives". It applies to "query_to_doc" only.
-        hardness_strength: See `hardness_mode`; 9 in LLaVE (in-batch negatives), 5 in EmbeddingGemma (hard ones).
+        hardness_strength: See `hardness_mode`, which has no effect at 0; 9 in LLaVE (in-batch negatives), 5 in
+            EmbeddingGemma (hard ones).
         group: "auto" (the default process group if one is initialised), None (this process alone) or a process group.
             Over several ranks the loss and its backward are collective: every rank calls both.
         reduction: "mean", "sum" or "none" (one value per local query). Over ranks "mean" is world_size / N_total times

@@ -160,8 +160,9 @@ class PairOptions(NamedTuple):
                 got = f"{len(query)} and {len(key)}"
                 bad_value("query and key", expected="equally many rows with directions=", got=got, remedy=remedy)
         if self.more.share_hard_negatives:
-            used = {"hard_mask": self.hard_mask is not None, "same_id='positive'": several}
-            _refuse_both("share_hard_negatives", used, "Pass them as extra_keys= instead.")
+            remedy = "Pass those that are there as extra_keys= instead: hard_negatives[hard_mask]."
+            _refuse_both("share_hard_negatives", {"hard_mask": self.hard_mask is not None}, remedy)
+            _refuse_both("share_hard_negatives", {"same_id='positive'": several}, "Pass them as extra_keys= instead.")
             if self.hard_negatives is None:
                 remedy = "Pass hard_negatives= too, or drop share_hard_negatives=."
                 bad_value("share_hard_negatives", expected="hard_negatives= with it", got="none", remedy=remedy)

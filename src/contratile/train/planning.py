@@ -25,10 +25,12 @@ from contratile.planner.tower_inputs import encoder_sides, tower_definitions
 from contratile.planner.workload import LossFacts
 from contratile.train.chunk import processes_here, sample_inputs
 from contratile.train.config import TrainConfig
+from contratile.train.config_file import CONFIG
+from contratile.train.effects import check_effects
 from contratile.train.launch import processes_started
 from contratile.train.optim import make_optimizer
 from contratile.train.second_model import second_definition
-from contratile.train.setup import fit_batch, negatives_of, tokenizer_texts
+from contratile.train.setup import check_prefixes, fit_batch, negatives_of, tokenizer_texts
 
 Notify = Callable[[str], object]
 
@@ -70,6 +72,7 @@ def plan_config(
     if towers is None:
         notify(f"building {locked.towers} without weights")
         towers = tower_definitions(locked, bias=config.loss.loss == "siglip", views=config.augment.views == 2)
+    check_prefixes(config, towers.left.width)
     role = config.loss.second.role if config.loss.second else ""
     if role and second is None:
         notify(f"building the {role} without weights")
@@ -136,6 +139,8 @@ def plan_run(config: TrainConfig, notify: Notify = lambda text: None) -> Plan:
     Raises:
         ValueError: The options do not fit the data, or the machine's GPU is not in the table.
     """
+    if not (config.run.out / CONFIG).exists():  # as a new run would
+        check_effects(config)
     notify("reading samples of the data")
     source = open_source(config.data, "train")
     world = processes_started()

@@ -37,13 +37,14 @@ from contratile.train.objective import step_loss
 from contratile.train.optim import load_optimizer, make_optimizer, resolved
 from contratile.train.paths import absolute_paths
 from contratile.train.random_state import set_random_state
-from contratile.train.resume import check_resumable, claim_and_find_checkpoint, run_of
+from contratile.train.resume import changed_loss, check_resumable, claim_and_find_checkpoint, run_of
 from contratile.train.schedule import in_steps
 from contratile.train.second_model import SecondModel, check_there, load_second
 from contratile.train.setup import (
     check_augmentation,
     check_kept_outputs,
     check_kinds,
+    check_prefixes,
     check_sharding,
     check_texts,
     fit_batch,
@@ -214,6 +215,7 @@ class PreparedRun:
     def _build_towers(self) -> None:
         wait, resumed = self.accelerator.wait_for_everyone, run_of(self.resumed) if self.resumed else None
         self.towers = shared_towers(self.config, self.source, main=self.main, wait=wait, resumed=resumed)
+        check_prefixes(self.config, self.towers.left.width)
         if self.zero_shot is not None:
             check_kinds(self.zero_shot.source, self.towers.kinds)
         self.towers.to(self.accelerator.device).train()
@@ -333,6 +335,8 @@ class PreparedRun:
         changed = "" if self.second is None else self.second.changed(facts)
         self.notices += [changed] if changed else []
         check_resumable(facts["config"], self.config)
+        other = changed_loss(facts["config"], self.config)
+        self.notices += [other] if other else []
         load_model(self.towers, state["model"])
         load_optimizer(self.optimizer, sharded_like(state["optimizer"], self.optimizer))
         self.loader.load_state_dict(facts["loader"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from contratile.train.paths import absolute_towers
 
 # Options of the towers that do not affect the weights of a checkpoint.
 _FREE = ("checkpointing", "compile", "init_scale", "init_bias", "keep_outputs", "patch_dropout")
+
+# Options of the loss that do not affect its value.
+_SAME_LOSS = ("backend", "cache_mib", "ring")
 
 
 def claim_and_find_checkpoint(run: RunConfig, main: bool) -> tuple[Path | None, Claim | None, list[Path]]:
@@ -124,6 +128,21 @@ def check_resumable(saved: Mapping[str, Mapping[str, Any]], config: TrainConfig)
                 f"Pass --{name.replace('_', '-')} {before} to continue the run, or --resume never and another --out."
             )
             bad_value(name, expected=f"{before}, as in the checkpoint", got=now, remedy=remedy)
+
+
+def changed_loss(saved: Mapping[str, Mapping[str, Any]], config: TrainConfig) -> str:
+    """A notice if the loss is another one than in the checkpoint, as after a forgotten --guide; else ""."""
+    before, now, usual = saved["loss"], to_dict(config)["loss"], to_dict(TrainConfig())["loss"]
+    found = []
+    for option in fields(config.loss):
+        name = option.name
+        if name in _SAME_LOSS or (name not in before and name in usual):  # the latter: of an earlier version
+            continue
+        then, value = (list(x) if isinstance(x, tuple) else x for x in (before.get(name), now.get(name)))
+        moved = name in ("guide", "teacher") and then and value  # whether its weights are others is checked elsewhere
+        if then != value and not moved:
+            found.append(f"{name} was {then!r}, is {value!r}")
+    return f"the loss changes at this step: {'; '.join(found)}" if found else ""
 
 
 def _must_agree(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

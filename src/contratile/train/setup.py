@@ -41,6 +41,14 @@ def fit_batch(config: TrainConfig, source: Source, world: int) -> TrainConfig:
     return replace(config, run=replace(config.run, batch=batch))
 
 
+def check_prefixes(config: TrainConfig, features: int) -> None:
+    """Refuse Matryoshka dimensions that the encoders do not have."""
+    dims = config.loss.matryoshka_dims
+    if dims and max(dims) > features:
+        remedy = "Drop the larger ones, or train a wider model (--width, or --head linear with --dim)."
+        bad_value("matryoshka_dims", expected=f"at most the {features} features of the model", got=dims, remedy=remedy)
+
+
 def check_kinds(source: Source, kinds: tuple[str, str], *, views: bool = False) -> None:
     """Refuse towers that do not encode what the data holds; with `views`, images alone."""
     if views and source.kinds[0] != "image":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -65,7 +66,7 @@ class MultipleNegativesRankingLoss(CheckedModule):
         hardness_mode: Which negatives of a query weigh more the more similar they are: "in_batch_negatives",
             "hard_negatives" (its own), "all_negatives"; None: none.
         hardness_strength: Multiplies their similarity, which is added to their score without a gradient. Without a mode
-            it has no effect, as in the package.
+            it has no effect, as in the package, and a mode has none without it (a warning says so).
         margin: Ignore negatives that score above positive - margin; None: use all.
         exclude_duplicates: Do not use pairs that share an anchor or a positive, token for token, as each other's
             negatives, nor hard negatives that equal one of a pair's texts. No sampler has to keep duplicates apart.
@@ -124,6 +125,8 @@ class MultipleNegativesRankingLoss(CheckedModule):
         self._ids: DuplicateIds | None = None
 
         check_directions(self.directions, partition_mode)
+        if hardness_mode is not None and not hardness_strength:
+            warnings.warn("hardness_mode has no effect, because hardness_strength is 0", stacklevel=2)
 
     def check_option(self, name: str, value: Any) -> Any:
         """Check an option when it is set. `directions` and `partition_mode` depend on each other and are set one after
