@@ -120,9 +120,10 @@ def pair_stats(
             centre = out["pos"] if side == "row" else out["pos"].new_zeros(len(key)).scatter(0, labels, out["pos"])
             centred = every - centre.detach().unsqueeze(dim)
             out[f"{side}_cross"] = (weights * centred.masked_fill(left_out, 0)).sum(dim)
-        out[side] = (
-            counted.logsumexp(dim) if reduce == "lse" else F.softplus(torch.where(turned, -counted, counted)).sum(dim)
-        )
+        if reduce == "lse":
+            out[side] = counted.logsumexp(dim)
+        else:  # F.softplus is cut off at 20
+            out[side] = -F.logsigmoid(torch.where(turned, counted, -counted)).sum(dim)
         if query_classes is not None and key_classes is not None:
             summed = (query_classes.unsqueeze(1) == key_classes) != differ
             if without_labelled:

@@ -263,6 +263,10 @@ IDS = torch.arange(6)
             },
             r"share_hard_negatives and hard_mask: .*extra_keys= instead: hard_negatives\[hard_mask\]",
         ),
+        (
+            {"hardness_mode": "all_negatives", "hardness_strength": torch.inf},
+            "hardness_strength: expected a number from 0 up, got inf",
+        ),
         ({"hard_ids": IDS.unsqueeze(1)}, "hard_ids: expected hard_negatives= with it"),
         ({"hard_ids": IDS.unsqueeze(1), "hard_negatives": X.unsqueeze(1)}, "hard_ids: expected ids= with it"),
         ({"hard_ids": IDS, "ids": IDS, "hard_negatives": X.unsqueeze(1)}, r"hard_ids: expected shape \[6, 1\]"),

@@ -696,6 +696,11 @@ def test_labels_of_any_integers(dtype: torch.dtype) -> None:
     labels = torch.arange(N).flip(0)
     assert ct.info_nce(q, k, labels=labels.to(dtype)) == ct.info_nce(q, k, labels=labels)
     assert ct.clip_loss(q, k, ids=IDS.to(dtype)) == ct.clip_loss(q, k, ids=IDS)
+    hard, of_hard = features(N * 2, D, seed=3).view(N, 2, D), torch.stack([IDS, labels], 1)
+    of_any, of_int64 = (
+        ct.info_nce(q, k, ids=IDS.to(x), hard_negatives=hard, hard_ids=of_hard.to(x)) for x in (dtype, torch.int64)
+    )
+    assert of_any == of_int64
 
 
 def test_padding_may_be_anything() -> None:

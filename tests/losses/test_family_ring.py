@@ -245,6 +245,34 @@ def test_options_of_one_rank_are_told(which: str, told: str) -> None:
     assert first == second and told in first
 
 
+def gradient_of_one_rank(name: str) -> str:
+    q, k, hard = randn(4, D, seed=0), randn(4, D, seed=1), randn(4, 2, D, seed=2)
+    of_hard: dict[str, Any] = {"hard_negatives": hard, "hard_bias": torch.zeros(4, 2)}
+    of_hard[name].requires_grad_(dist.get_rank() == 1)
+    ct.info_nce(q.requires_grad_(), k, **of_hard).backward()  # each rank's own: nothing of them travels
+    with pytest.raises(ValueError, match="expected the same on every rank") as error:
+        ct.info_nce(q, k, **of_hard, share_hard_negatives=True)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["hard_negatives", "hard_bias"])
+def test_gradients_of_shared_hard_negatives_that_one_rank_wants_are_told(name: str) -> None:
+    first, second = pool(2).run(gradient_of_one_rank, name)
+    assert first == second and f"got query on rank 0; query {name} on rank 1" in first
+
+
+def directions_in_any_order() -> float:
+    q, k = randn(4, D, seed=1), randn(4, D, seed=2)
+    names: tuple[Any, ...] = ("query_to_doc", "query_to_query", "doc_to_doc")
+    return ct.info_nce(q, k, directions=tuple(reversed(names)) if dist.get_rank() else names).item()
+
+
+def test_directions_may_be_in_any_order() -> None:
+    """A set of names has another order in every process."""
+    first, second = pool(2).run(directions_in_any_order)
+    assert first == second
+
+
 def weights_of_two_dtypes() -> float:
     rank = dist.get_rank()
     q, k = randn(4, D, seed=1), randn(4, D, seed=2)

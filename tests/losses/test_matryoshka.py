@@ -12,6 +12,7 @@ import contratile as ct
 from contratile import reference
 from contratile.engine.backends import registry
 from contratile.engine.plan import WORKSPACE_LIMIT, MiB, plan_tiles
+from contratile.engine.prefixes import STEP
 from contratile.engine.spec import Inputs, Spec
 from tests.helpers import assert_error, features, randn, run
 from tests.losses.test_family_ring import compare, part
@@ -166,6 +167,28 @@ def test_rows_of_zeros() -> None:
     )
     for x, y in zip(got.values + got.grads, want.values + want.grads, strict=True):
         assert torch.allclose(x, y, rtol=1e-9)
+
+
+def test_rows_shorter_than_the_smallest_norm() -> None:
+    """They are divided by a constant, which has no gradient."""
+    query, key = rows(6, 1), rows(6, 2)
+    query[1] *= 3e-13 / query[1].norm()
+    got, want = (
+        run(lambda q, k, of=of: of(q, k, 2.0, matryoshka_dims=DIMS), query, key)
+        for of in (CLIP_LOSS, reference.clip_loss)
+    )
+    for x, y in zip(got.values + got.grads, want.values + want.grads, strict=True):
+        assert torch.allclose(x, y, rtol=1e-9)
+
+
+def test_more_rows_than_a_chunk() -> None:
+    query, key = rows(STEP + 5, 1), rows(STEP + 5, 2)
+    got, want = (
+        run(lambda q, k, of=of: of(q, k, 2.0, matryoshka_dims=DIMS), query, key)
+        for of in (CLIP_LOSS, reference.clip_loss)
+    )
+    for x, y in zip(got.values + got.grads, want.values + want.grads, strict=True):
+        assert torch.allclose(x, y, rtol=1e-9, atol=1e-12)
 
 
 def test_padding_of_hard_negatives_may_hold_anything() -> None:

@@ -1,5 +1,6 @@
 """Distillation: `teacher=` of clip_loss and info_nce against the dense definition, alone and over ranks."""
 
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 import contratile as ct
 from contratile import reference
 from contratile.engine.autograd import pair_stats
+from contratile.engine.beside import ROWS, centres
 from contratile.engine.spec import Inputs, Spec
 from contratile.ring.ring import Ring
 from contratile.ring.team import ALONE
@@ -46,6 +48,46 @@ def test_clip_loss(dtype: torch.dtype, scale: float, converged: bool) -> None:
         how: dict[str, Any] = {"teacher_weight": 0.7, "teacher_temperature": 1.5, "tile": tile}
         ours = lambda a, b, s, how=how: ct.clip_loss(a, b, s, teacher=teacher, **how)  # noqa: E731
         assert_precise(ours, oracle, image, text, s, share=2 / N)
+
+
+def both(query: Tensor, key: Tensor, teacher: tuple[Tensor, Tensor, float], tile: int) -> tuple[Any, Any]:
+    """Of fp32, and of the dense definition in fp64."""
+    exact = teacher[0].double(), teacher[1].double(), teacher[2]
+    return (
+        run(lambda q, k: ct.clip_loss(q, k, 5.0, teacher=teacher, tile=tile), query, key),
+        run(lambda q, k: reference.clip_loss(q, k, 5.0, teacher=exact), query, key, dtype=torch.float64),
+    )
+
+
+def test_tiles_whose_scores_by_the_teacher_are_far_apart() -> None:
+    """Each has another shift, at which the sums of the tiles before do not count."""
+    n, tile = 12, 4
+    query, key = features(n, D, seed=1), features(n, D, seed=2)
+    level = 100.0 * torch.tensor([0, 1, -1]).repeat_interleave(tile).unsqueeze(1)
+    got, want = both(query, key, (torch.ones(n, 1), level + randn(n, 1, seed=3), 1.0), tile)
+    for x, y in zip(got.values + got.grads, want.values + want.grads, strict=True):
+        assert (x - y).abs().max() < 3e-5 * y.abs().max()
+
+
+def test_large_scores_of_a_teacher() -> None:
+    """Log-sum-exps around 2**17 are rounded to 1 / 64: without a correction its softmax would not add up to 1."""
+    query, key = features(N, D, seed=1), features(N, D, seed=2)
+    small = torch.randint(-3, 4, (2, N, 2), generator=torch.Generator().manual_seed(3)) / 4
+    large = torch.full((N, 1), 512.0), torch.full((N, 1), 256.0)
+    teacher = torch.cat([large[0], small[0]], 1), torch.cat([large[1], small[1]], 1), math.log(2)  # exact in base 2
+    got, want = both(query, key, teacher, 8)
+    for x, y in zip(got.values + got.grads, want.values + want.grads, strict=True):
+        assert (x - y).abs().max() < 1e-5 * y.abs().max()
+
+
+def test_more_rows_than_a_chunk_of_positives() -> None:
+    n = ROWS + 5
+    query, key = features(n, 3, seed=1), features(n, 3, seed=2)
+    found = centres(Inputs(query, key, torch.ones(()), labels=torch.arange(n), teacher_query=query), torch.ones(()))
+    assert found is not None and torch.allclose(found, (query * key).sum(1), atol=1e-6)
+    got, want = both(query, key, (features(n, 2, seed=3), features(n, 2, seed=4), 3.0), 256)
+    for x, y in zip(got.values + got.grads, want.values + want.grads, strict=True):
+        assert (x - y).abs().max() < 1e-4 * y.abs().max()
 
 
 @pytest.mark.parametrize("more", ["plain", "ids", "weights", "key_bias", "none", "dense", "strided", "cached"])

@@ -14,6 +14,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 import contratile as ct
+from contratile import reference
 from contratile.integrations import pytorch_metric_learning as pml
 from tests.helpers import features, randn
 
@@ -85,6 +86,49 @@ def test_the_dense_backend_takes_part(name: str, transform: str) -> None:
         torch.testing.assert_close(got, torch.stack([LOSSES[name](Q, K), LOSSES[name](K, Q)]))
     else:
         torch.testing.assert_close(got[0], LOSSES[name](Q, K))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_truncated_hard_negatives_take_part(dtype: torch.dtype) -> None:
+    """Their gradients, which almost cancel, are added up in fp32 here too."""
+    hard = (Q.unsqueeze(1) * (1 + 0.02 * HARD)).to(dtype)
+
+    def loss(h: Tensor, of: Any = ct, kind: torch.dtype = dtype, **how: Any) -> Tensor:
+        value: Tensor = of.clip_loss(Q.to(kind), K.to(kind), 5.0, hard_negatives=h, matryoshka_dims=(2, 3, 4), **how)
+        return value
+
+    got = torch.func.grad(loss)(hard, backend="dense")
+    true = torch.func.grad(loss)(hard.double(), of=reference, kind=torch.float64)
+    assert got.dtype == dtype
+    assert (got - true).abs().max() <= torch.finfo(dtype).eps * (true.abs().max() + 4)
+
+
+FAR: dict[str, Any] = {"extra_keys": -K, "hard_negatives": -Q.unsqueeze(1)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [FAR, {**FAR, "margin": 1.9}, {**FAR, "hard_mask": torch.zeros(6, 1, dtype=torch.bool)}, {"matryoshka_dims": (2,)}],
+    ids=["far away", "margin", "mask", "prefix"],
+)
+def test_second_derivatives_of_the_dense_backend(options: dict[str, Any]) -> None:
+    """Negatives so far below the positives that exponentials of the distance overflow, or none at all."""
+
+    def twice(of: Any, **how: Any) -> Tensor:
+        leaf = Q.clone().requires_grad_()
+        loss = of.clip_loss(leaf, Q, 600.0, **options, **how)
+        (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        (second,) = torch.autograd.grad((grad * K).sum(), leaf)
+        return second
+
+    torch.testing.assert_close(twice(ct, backend="dense"), twice(reference), rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("backend", ["torch", "dense"])
+def test_sigmoids_of_large_scores(backend: Any) -> None:
+    """No softplus is cut off, which fp64 would see."""
+    got, want = (of.siglip_loss(Q, -Q, 25.0, 0.0, **how) for of, how in ((ct, {"backend": backend}), (reference, {})))
+    torch.testing.assert_close(got, want, rtol=1e-14, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")

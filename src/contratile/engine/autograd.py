@@ -24,6 +24,7 @@ from contratile.engine.compiled import no_second_derivative
 from contratile.engine.passes import backward, forward
 from contratile.engine.spec import DIFFERENTIABLE, InputGrads, Inputs, PairStats, SideStats, Spec, Wanted
 from contratile.engine.summed import GradSum, sums_of
+from contratile.errors import transform_under_way
 from contratile.ring.ring import Ring
 
 SMALL = 1 << 20
@@ -159,7 +160,7 @@ def stand_in(query: Tensor) -> Tensor | None:
     Autograd alone would round every share. None where there is nothing to gain.
     """
     wanted = query.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    if not wanted or query.dtype not in (torch.float16, torch.bfloat16):
+    if not wanted or query.dtype not in (torch.float16, torch.bfloat16) or transform_under_way((query,)):
         return None
     return _StandIn.apply(query)  # type: ignore[no-any-return, no-untyped-call]
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from contratile.ring.nodes import RingKind
 
@@ -212,7 +213,11 @@ class PairStats(NamedTuple):
         return nats if self.unit == 1 else nats / self.unit
 
     def logaddexp(self, a: Tensor, b: Tensor) -> Tensor:
-        return torch.logaddexp(a, b) if self.unit == 1 else torch.logaddexp2(a, b)
+        if self.unit != 1:
+            return torch.logaddexp2(a, b)
+        # Second derivatives too are finite: those of torch.logaddexp overflow, and those of -inf are NaN.
+        a, b = (x.clamp(min=torch.finfo(x.dtype).min / 2) for x in (a, b))
+        return torch.where(a > b, a - F.logsigmoid(a - b), b - F.logsigmoid(b - a))
 
     def logsumexp(self, logits: Tensor, dim: int) -> Tensor:
         return (logits * self.unit).logsumexp(dim) / self.unit

@@ -110,7 +110,9 @@ class Call(NamedTuple):
     def _facts(self, queries: int, keys: int, extra: int) -> Facts:
         """What the ranks compare in the handshake."""
         query, options, spec = next(iter(self.features.values())), self.options, self.spec
-        more = "extra_keys", "key_bias", "extra_bias"
+        more = ["extra_keys", "key_bias", "extra_bias"]
+        if options is not None and options.more.share_hard_negatives:  # their gradients travel, too
+            more += ["hard_negatives", "hard_bias"]
         inputs = {**self.features, **{name: getattr(options, name, None) for name in more}, **self.numbers}
         wanting = [name for name, x in inputs.items() if isinstance(x, Tensor) and x.requires_grad]
         sides = [name for name, asked in (("rows", spec.rows), ("cols", spec.cols)) if asked]

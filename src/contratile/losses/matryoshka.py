@@ -44,6 +44,9 @@ class Matryoshka(NamedTuple):
         """`hard_negatives.own_products` for each dimension [N, H, dims]."""
         proxy = engine_stand_in(hard)  # gradients of blocks and of norms add up, and almost cancel
         hard = hard if proxy is None else hard.detach()
+        if torch.compiler.is_compiling() or transform_under_way((query, hard)):  # no stand-ins: add up in fp32
+            acc = torch.promote_types(query.dtype, torch.float32)
+            query, hard = query.to(acc), hard.to(acc)
         blocks = [
             own_products(
                 query[:, b], hard[..., b], mask, *(None if x is None else x[..., b] for x in (stand_in, proxy))

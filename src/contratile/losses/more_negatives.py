@@ -160,7 +160,7 @@ def own_hard_negatives(x: Inputs, stats: PairStats, options: PairOptions, hard: 
     if options.hard_mask is not None:
         counts = with_axes(options.hard_mask, scores)
     if options.hard_ids is not None and x.query_ids is not None:
-        counts = counts & with_axes(options.hard_ids != x.query_ids.unsqueeze(1), scores)
+        counts = counts & with_axes(options.hard_ids.long() != x.query_ids.unsqueeze(1), scores)
     higher = None
     total = torch.where(counts, scores, 0).sum(1) if options.sums else None
     number = counts.sum(1) if options.sums else None

@@ -309,7 +309,7 @@ class PairOptions(NamedTuple):
         if self.more.share_hard_negatives and self.hard_negatives is not None:
             shared = "hard_ids" if self.hard_ids is not None else "", "hard_bias" if self.hard_bias is not None else ""
             used += [f"{self.hard_negatives.shape[1]} hard negatives", *shared]
-        more = () if self.more.plain else self.more
+        more: tuple[object, ...] = () if self.more.plain else (sorted(self.more.names), *self.more[1:])
         nested = () if self.matryoshka is None else self.matryoshka
         return " ".join([*used, *map(str, (*values, *more, *nested, *named_models(self)))])
 
