@@ -1,12 +1,20 @@
 """Gradients that several calls add to in one place."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from contratile.engine.autograd import pair_stats
+from contratile.engine.passes import backward
 from contratile.engine.spec import Inputs, Spec
 from contratile.engine.summed import summed, sums_of
+from contratile.losses.directions import Direction
+from contratile.losses.gist import gist_loss
+from contratile.losses.info_nce import info_nce
+from contratile.losses.options import PairOptions
 from contratile.ring.ring import Ring
 from contratile.ring.team import ALONE
 
@@ -67,3 +75,31 @@ def test_constants_stay_as_they_are() -> None:
     with torch.no_grad():
         assert summed(x.requires_grad_()) is x
     assert summed(x) is not x and sums_of(summed(x)) is not None
+
+
+def gte(query: Tensor, key: Tensor) -> Tensor:
+    directions: tuple[Direction, ...] = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+    return info_nce(query, key, 3.0, directions=directions, group=None)
+
+
+def gist(query: Tensor, key: Tensor) -> Tensor:
+    guide = query.detach().roll(1, 1), key.detach().roll(1, 1)
+    return gist_loss(query, key, 3.0, PairOptions(), guide, contrast_queries=True, contrast_keys=True, group=None)
+
+
+@pytest.mark.parametrize("loss", [gte, gist])
+def test_losses_of_several_calls_hold_one_gradient(
+    loss: Callable[[Tensor, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call adds to the same buffers, and returns no gradient of the features."""
+    seen: list[tuple[Any, ...]] = []
+
+    def noted(*args: Any) -> Any:
+        found = backward(*args)
+        seen.append((*(x is not None for x in args[-2:]), found.query, found.key))
+        return found
+
+    monkeypatch.setattr("contratile.engine.autograd.backward", noted)
+    query, key, _ = features()
+    loss(query, key).backward()
+    assert sorted(seen) == [(True, False, None, None), (True, False, None, None), (True, True, None, None)]
