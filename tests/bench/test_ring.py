@@ -28,6 +28,7 @@ from contratile.bench.traffic import bytes_sent
 from contratile.cli import main
 from contratile.cli.bench import EXTRA
 from tests.ranks import pool
+from tests.torchvision_repair import repair_torchvision
 
 LINUX = sys.platform == "linux"
 N, D = 64, 16
@@ -129,6 +130,7 @@ def test_rows_survive_the_disk_and_the_picture_takes_gaps(measured: bool, tmp_pa
 
 def steps(names: tuple[str, ...]) -> list[tuple[Tensor, ...]]:
     """The mean over ranks of the values, and this rank's gradients, of each contestant."""
+    repair_torchvision()  # other tests may have started this rank
     answers = []
     with quiet():
         for name in names:
