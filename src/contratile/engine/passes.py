@@ -16,7 +16,7 @@ from torch import Tensor
 
 from contratile.engine import reserve
 from contratile.engine.backends import registry, torch_tiles
-from contratile.engine.backends.block import Given, Gradients, Scores, SideGrad, TeacherGrads
+from contratile.engine.backends.block import Given, Gradients, Scores, SideGrad, TeacherGrads, Tiles
 from contratile.engine.backends.precision import library_products, resolve
 from contratile.engine.beside import centres, teacher_grad
 from contratile.engine.cuts import cached_items, cuts_of, pieces
@@ -53,7 +53,7 @@ def forward(ring: Ring, x: Inputs, spec: Spec) -> PairStats:
         own, mine = _with_teacher(own, mine, x, spec, alpha, pos)
     if pos is not None and (x.guide_query is not None or spec.compares):
         home = scores_of(ring, ring.team.rank, cuts[0].plan, x, mine, spec, alpha, Own(x.query_level))
-        own, mine = _with_levels(own, mine, x, spec, home, pos)
+        own, mine = _with_levels(own, mine, x, spec, tiles, home, pos)
     trip: RingPass[KeyBlock, SideParts] = RingPass(ring, mine)
     rows: SideParts | None = None
     for block, cut, kept in zip(trip, cuts, pieces(cache, cuts), strict=True):
@@ -92,7 +92,9 @@ def _with_teacher(
     return own, mine
 
 
-def _with_levels(own: Own, mine: KeyBlock, x: Inputs, spec: Spec, home: Scores, pos: Tensor) -> tuple[Own, KeyBlock]:
+def _with_levels(
+    own: Own, mine: KeyBlock, x: Inputs, spec: Spec, tiles: Tiles, home: Scores, pos: Tensor
+) -> tuple[Own, KeyBlock]:
     """What pairs are compared with, by rows and by columns: products of the positives, and the guide's."""
     if home.guide is not None:
         guide_level = torch.zeros_like(pos)
@@ -103,7 +105,7 @@ def _with_levels(own: Own, mine: KeyBlock, x: Inputs, spec: Spec, home: Scores, 
             mine = mine._replace(guide_level=by_key(guide_level, x, spec, otherwise=torch.inf))
     if spec.compares:
         level = torch.zeros_like(pos)
-        registry.choose(x, spec).positives(home, spec, level)
+        tiles.positives(home, spec, level)
         torch_tiles.score_positives_(home, pos.copy_(level))
         own = own._replace(level=level)
         if spec.cols:
@@ -133,7 +135,7 @@ def backward(
     row, row_taught = _side_grad(results.row, grads.row, spec, level), teacher_grad(results.row, grads.row)
     own = Own(level, factor=factors.query)
     mine = _with_gradients(key_block(x, spec, alpha, factor=factors.key), x, spec, results, grads, row)
-    into = _own_gradients(ring, x, spec, alpha, wanted, factors, query_sum)
+    into = _own_gradients(ring, x, spec, alpha, wanted, factors, query_sum, key_sum)
     tiles = registry.choose(x, spec)
     trip: RingPass[KeyBlock, KeyGrad] = RingPass(ring, mine)
     cuts = cuts_of(ring, x, spec)
@@ -153,7 +155,6 @@ def backward(
             dalpha=alpha.new_zeros(()) if halved else into.dalpha,
             dcol_bias=keys.dbias,
             dcol_norm=keys.dnorm,
-            shared=query_sum is not None or key_sum is not None,
         )
         with library_products(spec.precision, x.query):
             tiles.backward(scores, spec, given, out)
@@ -199,7 +200,14 @@ def _with_gradients(
 
 
 def _own_gradients(
-    ring: Ring, x: Inputs, spec: Spec, alpha: Tensor, wanted: Wanted, factors: Factors, query_sum: Tensor | None
+    ring: Ring,
+    x: Inputs,
+    spec: Spec,
+    alpha: Tensor,
+    wanted: Wanted,
+    factors: Factors,
+    query_sum: Tensor | None,
+    key_sum: Tensor | None,
 ) -> Gradients:
     """What all blocks add to: the gradients of this rank's queries, of the scale and of the bias."""
     # dq accumulates in full precision over several blocks, both sides of a tile, or class sums. Otherwise each row is
@@ -218,6 +226,7 @@ def _own_gradients(
         dbias=alpha.new_zeros(()) if wanted.bias else None,
         once=once,
         drow_norm=None if dq is None or factors.query is None else torch.zeros_like(factors.query),
+        shared=query_sum is not None or key_sum is not None,
     )
 
 
